@@ -149,7 +149,6 @@ class Parallelism(Section):
         1,
         "Ranks over which each expert is sharded: 1, or tensor_parallel_degree.",
         gt=0,
-        needs=EXPERT,
     )
     expert_parallel_comm_backend: Literal["standard", "deepep"] = field(
         "standard",
@@ -162,12 +161,11 @@ class Parallelism(Section):
             "expert-tensor-parallel-degree",
             "expert_tensor_parallel_degree",
             lambda section: (
-                section.expert_parallel_degree > 1
-                and section.expert_tensor_parallel_degree not in (1, section.tensor_parallel_degree)
+                section.expert_tensor_parallel_degree not in (1, section.tensor_parallel_degree)
             ),
             lambda section: f"1 or tensor_parallel_degree = {section.tensor_parallel_degree}",
             "set it to 1 to keep experts whole",
-            ("tensor_parallel_degree", "expert_parallel_degree"),
+            ("tensor_parallel_degree",),
         ),
         Rule(
             "csv-of-named-schedule",

@@ -33,7 +33,12 @@ def needs_wrapping(
     dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool
 ) -> bool:
     """Return False if one data-parallel rank holds the whole model in the compute dtype."""
-    return dims.dp * dims.cp > 1 or dims.ep > 1 or dtype != mixed_precision_param or cpu_offload
+    return (
+        dims.dp * dims.cp > 1
+        or dims.has_experts_mesh
+        or dtype != mixed_precision_param
+        or cpu_offload
+    )
 
 
 def apply_data_parallel(
@@ -52,8 +57,8 @@ def apply_data_parallel(
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
-    experts_mesh: mesh of the experts; None without expert parallelism. A block's experts are then
-        a second group of the same FSDP module.
+    experts_mesh: mesh of the experts, which are then a second group of a block's FSDP module; None
+        if they are sharded like the other weights.
     reshard: "always" frees gathered weights after every forward. "default" keeps the weights
         of the head and of the outermost group, which backward needs first; with pipelines it keeps all, since
         each micro-batch would gather them again. "never" keeps all.
@@ -183,7 +188,7 @@ class GradientSync:
 
     def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
         self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-        self._replicated = dims.dp_shard * dims.cp == 1
+        self._replicated = dims.dp_shard * dims.cp == 1 and not dims.has_experts_mesh
         self._is_last = True  # the initial state of FSDP2
 
     def prepare(self, is_last: bool) -> None:

@@ -263,7 +263,10 @@ def parallelize(
     # is read. FSDP2 is needed for pipelines, which cast once for all micro-batches, for experts on
     # a mesh of their own, and for offloading.
     casts_only = (
-        dims.dp * dims.cp == 1 and dims.pp == 1 and dims.ep == 1 and not sections.needs_fsdp2
+        dims.dp * dims.cp == 1
+        and dims.pp == 1
+        and not dims.has_experts_mesh
+        and not sections.needs_fsdp2
     )
     if simple or casts_only or world.mesh is None:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp

@@ -196,7 +196,7 @@ class World:
     dims: ParallelDims
     device: torch.device
     mesh: DeviceMesh | None  # of the weights
-    experts_mesh: DeviceMesh | None  # of the experts; None without expert parallelism
+    experts_mesh: DeviceMesh | None  # of the experts; None if it is the weights' mesh
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
@@ -380,7 +380,7 @@ def join_world(
     groups = (
         {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     )
-    experts_mesh = dims.build_experts_mesh(device.type) if dims.ep > 1 else None
+    experts_mesh = dims.build_experts_mesh(device.type) if dims.has_experts_mesh else None
     if experts_mesh is not None:
         for name in experts_mesh.mesh_dim_names or ():
             key = f"{name} of experts" if name in groups else name

@@ -46,7 +46,7 @@ def decoder_sharding(*block_rows: tuple[str, str]) -> Table:
 
 
 def decoder_constraints(args: Any, num_kv_heads: int) -> dict[str, int]:
-    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
+    """Return the sizes of layers, heads, vocabulary, and positions; see `ModelSpec.constraints`."""
     return {
         "n_layers": args.n_layers,
         "n_heads": args.n_heads,

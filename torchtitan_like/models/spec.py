@@ -127,7 +127,8 @@ class ModelSpec:
     flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
     flops_formula            the formula of flops_per_token, for the log
     constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
-                             n_kv_heads, vocab_size, max_seq_len
+                             n_kv_heads, vocab_size, max_seq_len; ffn_dim, n_experts,
+                             expert_hidden_dim, and shared_experts_dim for networks that exist
     check(A)                 one sentence for each problem of the sizes; empty if there is none
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
@@ -284,6 +285,11 @@ def fit_positions(args: Any, num_positions: int) -> Any:
 def has_documents(args: Any) -> bool:
     """Return True if attention ends at document borders."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"
+
+
+def has_experts(spec: ModelSpec, args: Any) -> bool:
+    """Return True if some layers are mixtures of experts."""
+    return bool(spec.constraints(args).get("n_experts"))
 
 
 def num_mtp_layers(args: Any) -> int:

@@ -140,6 +140,7 @@ def test_constraints_and_ties():
     args = resolve_args(LLAMA, "8B", {})
     assert LLAMA.constraints(args) == {
         "n_layers": 32, "n_heads": 32, "n_kv_heads": 8, "vocab_size": 128256, "max_seq_len": 131072,
+        "ffn_dim": 14336,
     }  # fmt: skip
     assert LLAMA.tied(args) == ()
     assert LLAMA.tied(resolve_args(LLAMA, "1B", {})) == (
