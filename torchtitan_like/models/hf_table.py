@@ -125,7 +125,7 @@ def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Lin
             unknown.append(name)
     if unknown:
         raise KeyError(
-            f"no row of the table knows {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}"
+            f"no row of the table matches {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}"
         )
     return result
 
@@ -141,7 +141,7 @@ def external_shapes(links: Iterable[Link]) -> dict[str, Shape]:
 
 
 def count_named(rows: Rows, names: Iterable[str]) -> int:
-    """Return how many of these external names the table has."""
+    """Return the number of these external names that the table contains."""
     externals = [_as_tuple(row.external if isinstance(row, Row) else row[1]) for row in rows]
     escaped = [re.escape(name) for group in externals for name in group]
     pattern = re.compile("|".join(re.sub(r"\\{e?\\}", r"\\d+", name) for name in escaped))

@@ -1,6 +1,6 @@
 """Count the tokens of each expert, and keep the counts even.
 
-All of it runs in backward. So an evaluation counts nothing, and a recomputed forward counts once,
+All of this runs in backward. So evaluation counts nothing, and recomputed activations count once,
 with and without torch.compile.
 """
 
@@ -37,7 +37,7 @@ WHOLE_SEQUENCE = WholeSequence()
 
 
 def count_in_backward(x: Tensor, expert_ids: Tensor, counts: Tensor) -> Tensor:
-    """Return `x`. Its backward adds the number of each id to `counts`, int64 (experts,), in place."""
+    """Return `x`. Its backward counts the ids and adds the result to `counts`, int64 (experts,)."""
     return cast(Tensor, _CountInBackward.apply(x, expert_ids, counts))
 
 
