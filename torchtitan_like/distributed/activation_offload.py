@@ -38,7 +38,7 @@ class ActivationOffload:
         for block in blocks:
             self._wrap_forward(block)
         return (
-            "Applied activation offload to the model: each block's activations wait in host memory"
+            "Applied activation offload to the model: blocks keep their activations in host memory"
         )
 
     def _wrap_forward(self, block: nn.Module) -> None:

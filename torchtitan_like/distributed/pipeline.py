@@ -271,7 +271,7 @@ class _Stage(PipelineStage):
     passed: dict[str, Tensor]  # what it passes to the next stage, on meta, by name
     # By rank within the pipeline's group; may be empty.
     neighbor_groups: Mapping[int, dist.ProcessGroup]
-    # Of the micro-batches so far, in their order.
+    # of all micro-batches so far, in order
     token_losses: list[Tensor]
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:

@@ -91,7 +91,7 @@ class HostGroup:
             )
 
     def sum_async(self, values: list[int]) -> PendingSum:
-        """Start an int64 all-reduce (SUM). Every rank of the group passes equally many values."""
+        """Start an int64 all-reduce (SUM). All ranks must pass the same number of values."""
         self._check_thread()
         vector = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(vector, group=self.group, async_op=True) if self.size > 1 else None
@@ -135,7 +135,8 @@ class HostGroup:
     ) -> T:
         """Call `action` on every rank; if any fails, raise one error on all.
 
-        merge_errors: makes it of the errors, which are in rank order; by default the first. If
+        merge_errors: combines the errors, in rank order, into the raised one. By default, the first
+        error is raised. If
         `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
