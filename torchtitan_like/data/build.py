@@ -160,8 +160,8 @@ def build_validation_sets(
     """Return this rank's batches of each validation dataset by name ("" if there is only one).
 
     A collective: builds missing token caches. Empty if validation is disabled. `validation.steps`
-    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text). The samples
-    are therefore the same on every layout. Raises DataError as `build_train_batches` does.
+    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole dataset). The
+    samples are therefore the same on every layout. Raises DataError as `build_train_batches` does.
     """
     if not validation.enable:
         return {}
@@ -257,7 +257,7 @@ def _tokens(
     group: HostGroup,
     is_recorder: bool = True,
 ) -> TokenFile:
-    """Open the tokens of a source. Tokenize its text first if it is not in the cache."""
+    """Open the tokens of a source. Tokenize its documents first if they are not in the cache."""
     source = named.source
     folders: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
     if source.format == "tokens":
@@ -315,9 +315,9 @@ def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
     if not samples.num_labels:
         raise DataError(
-            f"the text {named.name} {samples} has no labels: each document has only one token. "
+            f"the source {named.name} {samples} has no labels: each document has only one token. "
             "Expected longer documents, because data.mask_document_starts ignores first tokens: "
-            "check the text, or set data.mask_document_starts = false"
+            "check the source, or set data.mask_document_starts = false"
         )
     return Supply(
         named.key,

@@ -1,8 +1,8 @@
-"""Streamed sources: tokenize text that is too large for the token cache shortly before it is read.
+"""Streamed sources: tokenize a source that is too large for the token cache while it is read.
 
-The text is a sequence of *blocks*: a few MiB of lines, a row group, or a file. The blocks are
+The source is a sequence of *blocks*: a few MiB of lines, a row group, or a file. The blocks are
 permuted in each epoch. Consecutive blocks with about `WINDOW_BYTES` of text form a *window*. A
-window is a token file, like that of a small corpus: its documents are permuted, packed into
+window is a token file, as for a small corpus: its documents are permuted, packed into
 samples, and the samples are permuted. The last sample of a window may be padded.
 
 For text on the Hub, files are permuted instead of blocks. A file is downloaded when the first
