@@ -267,7 +267,7 @@ def build_optimizer(
 def build_balancer(
     parts: nn.ModuleList, world: World, parallelism: Parallelism
 ) -> ExpertBalancer | None:
-    """Build what balances the experts; None for a dense model.
+    """Build the `ExpertBalancer`; None for a dense model.
 
     A collective with pipeline parallelism.
     """

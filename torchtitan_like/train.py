@@ -314,7 +314,7 @@ class Trainer:
             logger.info(note)
         if reordered := changes.reordered():
             logger.warning(
-                "The order of the samples differs from that of the run that saved the checkpoint: "
+                "The order of the samples differs from the run that saved the checkpoint: "
                 f"{'; '.join(reordered)}"
             )
         return differences + changes.accepted()
@@ -509,9 +509,9 @@ class Trainer:
         """Run forward and backward of every micro-batch, then one clipped and gated update.
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update therefore equals
-        that for one mean over all tokens, on any topology. The loss of multi-token prediction is
-        divided by the same number; `loss` does not contain it.
+        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
+        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
+        by the same number; `loss` does not contain it.
 
         The model computes the loss in chunks, so that no logits outlive the forward pass. This
         method does not wait for the device.

@@ -120,7 +120,8 @@ class Checkpointer:
         def decide_locked() -> list[Start]:
             # Decide again under the lock: another run may have published a step in the meantime.
             starts = decide() if is_unfinished else candidates
-            # A manifest of thousands of ranks takes 40 MB. `load` reads those of older steps again.
+            # A manifest of thousands of ranks takes 40 MB. `load` reads the manifests of older
+            # steps again.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
         is_unfinished = self._on_leader(decide_step) < last_step
@@ -222,7 +223,9 @@ class Checkpointer:
                     f"Restarting at step {start.step}: renamed a later checkpoint to {path.name}"
                 )
             if start.path is not None and start.step == self.section.load_step:
-                (start.path / PIN).touch()  # the same command, started again, asks for it once more
+                (
+                    start.path / PIN
+                ).touch()  # if the same command starts again, it loads this step again
 
         self.newest_step = start.step
         if self.saves:

@@ -36,7 +36,7 @@ def load_states(
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
     A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
-    A start that upcycles leaves the tensors unchanged that a dense model does not have.
+    An upcycling start leaves tensors unchanged that the dense model does not have.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """

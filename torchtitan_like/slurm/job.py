@@ -77,7 +77,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
 
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
-    """Return the run's exit code, and a phrase that says where it is from."""
+    """Return the run's exit code, and a phrase that names its source."""
     # A rank rejected the configuration. Another rank that waited may have written exit.json.
     if srun_code == ExitCode.BAD_CONFIG:
         return srun_code, f"code {srun_code}"
@@ -92,11 +92,11 @@ def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: s
     """Return why the job is not queued again; None if it is."""
     switch = _kill_switch(config)
     max_in_vain = int(os.environ.get("MAX_IN_VAIN", "3"))
-    starts = f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={max_in_vain})"
+    starts = f"{in_vain} starts in a row have saved no new checkpoint (MAX_IN_VAIN={max_in_vain})"
     reasons = {
         "nothing is left to do": code == ExitCode.DONE,
         "a retry would end the same way": code not in WORTH_A_RETRY,
-        f"{switch} is there": switch.exists(),
+        f"the kill switch {switch} exists": switch.exists(),
         "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
         "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
         starts: in_vain >= max_in_vain,
@@ -123,7 +123,7 @@ def _newest_step(config: dict[str, Any]) -> int:
 
 
 def _starts_in_vain(folder: Path) -> int:
-    """Return how many starts of this job in a row have brought no new checkpoint."""
+    """Return how many consecutive starts of this job have saved no new checkpoint."""
     try:
         content = json.loads((folder / STARTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

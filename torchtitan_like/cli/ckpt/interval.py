@@ -52,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
             times = measure_times(arguments.run)
             save, step = save or times.save_seconds, step or times.step_seconds
             print(
-                f"{save:.3g} s per save, {step:.3g} s per step, from {times.num_saves:,} saves and "
-                f"{times.num_steps:,} steps of {arguments.run}"
+                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from {times.num_saves:,} "
+                f"checkpoints and {times.num_steps:,} steps of {arguments.run}"
             )
     except (OSError, ValueError) as error:
         show_error(str(error))
         return FAILED
     if not (save and step):
         show_error(
-            "The times of a save and of a step are unknown. Expected --save-seconds and "
+            "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
             "--step-seconds, or --run: add them"
         )
         return FAILED
