@@ -1,4 +1,4 @@
-r"""Cost of balancing the experts and of their metrics, relative to a training step.
+r"""Measure the cost of balancing experts and of their metrics, relative to a training step.
 
     python benchmarks/expert_balance.py [--steps 8] [--methods bias ...] [--section.key value ...]
 

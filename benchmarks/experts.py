@@ -12,8 +12,8 @@ each expert, as TorchTitan 0.2.2 computes it on a CPU. Both have the same rows a
 loops (forward, loss, backward, clipping, fused AdamW) around the models of transformers (with
 `grouped_mm`) and of TorchTitan 0.2.2, each in a new process. TorchTitan's model imports triton, so
 it needs a CUDA build of torch. It counts with `torch.histc` of int64, which CPUs lack: here the
-counts take a detour through fp32. Without `torchtitan` in the environment its rows are left out.
-With 16,384 tokens all recompute their activations, since the memory would not suffice otherwise.
+counts are converted to fp32 and back. Its rows are omitted if `torchtitan` is not installed. With
+16,384 tokens, all models recompute their activations to save memory.
 """
 
 from __future__ import annotations
@@ -76,14 +76,14 @@ def measure_products(rounds: int) -> None:
     weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, DIM, requires_grad=True)
     grad = torch.randn(ROWS, HIDDEN_DIM)
 
-    def ours() -> None:
+    def grouped() -> None:
         torch.autograd.grad(grouped_linear(x, weight, ends), (x, weight), grad)
 
     def floor() -> None:
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
         torch.autograd.grad(out, (x, weight), grad)
 
-    a, b, ratio = compare(ours, floor, rounds)
+    a, b, ratio = compare(grouped, floor, rounds)
     print(
         f"products: grouped_linear {1e3 * a:.0f} ms, grouped_mm {1e3 * b:.0f} ms; "
         f"{1 / ratio:.3f} times the floor",

@@ -14,7 +14,7 @@
 #
 # With GPUs, node i sees the i-th slice of PER_NODE of them (of those in CUDA_VISIBLE_DEVICES, where that is set) and counts
 # its devices from 0, as a machine does; CUDA_VISIBLE_DEVICES= (empty) trains on CPU. Each rank needs a GPU of its own: NCCL
-# refuses two ranks on one, and it does not work between MIG slices either, so one cut GPU cannot stand for several.
+# refuses two ranks on one, and it does not work between MIG slices either, so the slices of one GPU cannot replace several GPUs.
 #
 # Each line of the output begins with its node; which node holds rank 0 is up to the rendezvous. When a node fails, the
 # others are ended; a Ctrl-C or SIGTERM reaches all of them, and the run saves before it ends. Returns what run_train.sh

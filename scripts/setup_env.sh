@@ -73,7 +73,7 @@ _setup_install() {
   local base=$1 extra=$2 python="$SETUP_VENV/bin/python"
   _setup_unmet "$python" "$extra" >/dev/null 2>&1 && return 0 # another script has just done it
   {
-    echo "'$base' does not have what pyproject.toml asks for${extra:+ (with the extra $extra)}:"
+    echo "'$base' lacks requirements of pyproject.toml${extra:+ (with the extra $extra)}:"
     _setup_unmet "$base" "$extra" | sed 's/^/  /'
     echo "Installing into $SETUP_VENV (once; takes some minutes)."
   } >&2
@@ -82,7 +82,7 @@ _setup_install() {
   fi
   cat >&2 <<TEXT
 
-The installation did not succeed (the reason stands above). To go on:
+The installation failed (the reason is above). To continue:
   try again                  $0      (what is installed already is kept)
   use another package index  PIP_INDEX_URL=https://... $0
   start from nothing         rm -rf $(printf '%q' "$SETUP_VENV") && $0
