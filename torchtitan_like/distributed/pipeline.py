@@ -277,8 +277,8 @@ class _Stage(PipelineStage):
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         """Skip torch's vote on whether stages exchange their shapes, which are known here.
 
-        The vote sends one number from stage to stage, each as an NCCL message on the group of all
-        stages, and reads it on the host.
+        The vote sends one number from stage to stage, as NCCL messages on the group of all stages,
+        and reads it on the host.
         """
         return torch.ones(1, dtype=torch.int32)
 

@@ -11,9 +11,9 @@ window with its text is made.
 The content of a window depends only on its number. The state of a stream is therefore a cursor: a
 window, and the number of samples before it. It is equal on every rank of every layout.
 
-The first process that needs a window makes it under a lock, in the folder of the token cache, for
-all processes that share this folder. Threads of these processes make the next windows ahead, each a
-different one. Windows before the reader are deleted. A missing window is made again.
+The first process that needs a window makes it, under a lock, in the folder of the token cache. All
+processes that share this folder read it. Threads of these processes make the next windows ahead,
+each a different one. Windows before the reader are deleted. A missing window is made again.
 """
 
 from __future__ import annotations

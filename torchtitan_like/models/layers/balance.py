@@ -87,7 +87,7 @@ def add_router_losses(
 ) -> Tensor:
     """Return `logits` (batch, seq, experts). Its backward adds the gradients of the router's losses.
 
-    With p the scores of a token divided by their sum, and f the `fractions`, the losses are the
+    Let p be the scores of a token divided by their sum, and f the `fractions`. The losses are the
     means over all tokens of `coeff` f.p and of `z_coeff` logsumexp(logits)^2.
 
     fractions: (batch or 1, 1, experts), or None without a balance loss.

@@ -41,9 +41,9 @@ class Router(nn.Module):
     normalize: divide the weights of a token by their sum.
     scale: factor of the weights.
     num_groups, num_limited_groups: the experts form equal groups, and a token chooses among the
-        experts of the best groups only. A group's score is the sum of its two best experts' scores
-        for "sigmoid" (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and its best expert's score
-        for "softmax" (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+        experts of the best groups only. For "sigmoid", a group's score is the sum of its two best
+        experts' scores (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). For "softmax", it is its
+        best expert's score (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
     has_bias: add a bias to the logits.
 
     Scores are computed in fp32 (float64 for a float64 model) whatever the compute dtype is: rounded
