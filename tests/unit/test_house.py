@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "slurm": {"config", "report", "util"},
     "models": {"util"},
     "distributed": {"config", "util"},
-    "rooms-down": {"config", "models", "util"},
+    "layered-packages": {"config", "models", "util"},
     "preflight": {"config", "models", "util"},
 }
 # Packages that may import all others. So may the modules next to train.py.
