@@ -299,7 +299,7 @@ def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement
     with closing(OverflowDetector(trainer.parts, trainer.config.debug, position)) as detector:
         try:
             trainer.train_step(trainer.progress.step, fetched, agreement)
-            detector.judge()
+            detector.evaluate()
         except NonFiniteError as error:
             micro_batch = position()[1]
             return f"{error} (samples from {batch.first_samples[micro_batch]} on)"

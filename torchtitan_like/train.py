@@ -284,7 +284,7 @@ class Trainer:
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        world.step_group.leader_does(self._rewind_metrics)
+        world.step_group.run_on_leader(self._rewind_metrics)
         self._log_geometry()
 
     @property
@@ -448,7 +448,7 @@ class Trainer:
                 self.metrics.record(self.train_step(step, current, agreement))
                 if self.metrics.due(step):
                     if self.overflow is not None:
-                        self.overflow.judge()
+                        self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
                 profiler.step()
                 if step == first_step:
@@ -680,7 +680,7 @@ class Trainer:
         self.position.move("save", step)
         self.metrics.flush(step)
         if not self.failures.continues:
-            self.world.step_group.leader_does(self.metrics.check_written)
+            self.world.step_group.run_on_leader(self.metrics.check_written)
         self.replicas.check(step)
         with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
@@ -742,7 +742,7 @@ class Trainer:
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
         """Save the state for the next start, and write the reason for the end. A collective."""
         if self.overflow is not None:
-            self.overflow.judge()
+            self.overflow.evaluate()
         self.metrics.flush(self.progress.step)
         good = self.update_gate.last_good_progress()
         if good is not None:

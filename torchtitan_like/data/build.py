@@ -97,13 +97,13 @@ def build_train_batches(
 
     def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
         if one.source.streaming:
-            return ranks.all_do(
+            return ranks.run_on_all(
                 lambda: _stream(
                     one, training.seq_len, data, tokenizer, dump_folder, seed, makes_windows_ahead
                 )
             )
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        return ranks.all_do(lambda: pack(tokens, training.seq_len, data, dump_folder))
+        return ranks.run_on_all(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
@@ -170,7 +170,7 @@ def build_validation_sets(
     ranks = group or HostGroup.alone()
     for one in named:
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        samples = ranks.all_do(
+        samples = ranks.run_on_all(
             functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
         )
         logger.info(f"validation data {one.key or validation.dataset_path or one.name} {samples}")

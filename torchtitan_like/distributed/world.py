@@ -128,7 +128,7 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def all_do(
+    def run_on_all(
         self,
         action: Callable[[], T],
         merge_errors: Callable[[list[Exception]], Exception] = lambda errors: errors[0],
@@ -155,7 +155,7 @@ class HostGroup:
             error = None  # its traceback refers to this frame, and so to what `action` uses
         return outcome[0]
 
-    def leader_does(self, action: Callable[[], T]) -> T:
+    def run_on_leader(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only; return its result, or raise its error, on all."""
         outcome: Any = None
         try:
@@ -168,7 +168,7 @@ class HostGroup:
             if error is not None:
                 raise error
         finally:
-            outcome = error = None  # as in `all_do`
+            outcome = error = None  # as in `run_on_all`
         answer: T = result
         return answer
 
