@@ -46,11 +46,11 @@ class Exposed:
 def merged(spans: Spans) -> Spans:
     """Return the union of the spans as disjoint spans, in order."""
     result: Spans = []
-    for begin, end in sorted(spans):
-        if result and begin <= result[-1][1]:
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
             result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            result.append((begin, end))
+            result.append((start, end))
     return result
 
 
@@ -58,22 +58,22 @@ def without(spans: Spans, covers: Spans) -> Spans:
     """Return the parts of `spans` that no span of `covers` covers. Both must be merged."""
     result: Spans = []
     first = 0
-    for begin, end in spans:
-        while first < len(covers) and covers[first][1] <= begin:
+    for start, end in spans:
+        while first < len(covers) and covers[first][1] <= start:
             first += 1
         at = first
-        while begin < end and at < len(covers) and covers[at][0] < end:
-            if covers[at][0] > begin:
-                result.append((begin, covers[at][0]))
-            begin = covers[at][1]
+        while start < end and at < len(covers) and covers[at][0] < end:
+            if covers[at][0] > start:
+                result.append((start, covers[at][0]))
+            start = covers[at][1]
             at += 1
-        if begin < end:
-            result.append((begin, end))
+        if start < end:
+            result.append((start, end))
     return result
 
 
 def length(spans: Spans) -> float:
-    return sum(end - begin for begin, end in spans)
+    return sum(end - start for start, end in spans)
 
 
 def kind_of(kernel: str) -> str:

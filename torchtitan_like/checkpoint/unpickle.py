@@ -8,7 +8,7 @@ A pickle may import and call any function, so loading one can run a program. Onl
   with `weights_only`.
 
 torch's own `FileSystemReader` and `DefaultLoadPlanner` unpickle without a list. Use `CheckedReader`
-and `CheckedPlanner` in their place.
+and `CheckedPlanner` instead.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class _CountInBackward(torch.autograd.Function):
 
 
 def sample_fractions(logits: Tensor, top_k: int, sequence: Sequence) -> Tensor:
-    """Return each sample's share of choices by expert, times the number of experts: 1 if even.
+    """Return each sample's fraction of choices by expert, times the number of experts: 1 if even.
 
     logits: (batch, seq, experts). The choices are the `top_k` largest scores, without a bias.
     Returns (batch, 1, experts).
