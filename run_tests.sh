@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm), to
-# which the arguments go.
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm). Arguments go
+# to pytest.
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
@@ -59,7 +59,7 @@ case "${1:-}" in
   --nightly) exec "$PYTHON" -m pytest -m nightly "${@:2}" ;;
 esac
 
-# Print the unit tests of the folders with changes that are not committed, or else with those of the last commit.
+# Print the unit tests of folders with uncommitted changes, or else of folders that the last commit changed.
 changed_unit_tests() {
   local changed
   changed=$(git diff --name-only HEAD; git ls-files --others --exclude-standard)

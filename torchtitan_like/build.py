@@ -78,7 +78,7 @@ def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> At
             attempt.remove_exit()
             return attempt.number
 
-    number = world.step_group.leader_does(make)
+    number = world.step_group.run_on_leader(make)
     attempt = Attempt(run, number, failures=failures)
     if world.rank == 0:
         attempt.capture_environment()
@@ -267,7 +267,7 @@ def build_optimizer(
 def build_balancer(
     parts: nn.ModuleList, world: World, parallelism: Parallelism
 ) -> ExpertBalancer | None:
-    """Build what balances the experts; None for a dense model.
+    """Build the `ExpertBalancer`; None for a dense model.
 
     A collective with pipeline parallelism.
     """

@@ -96,7 +96,7 @@ def import_custom(config: JobConfig, module: str) -> None:
                 f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in "
                 "PYTHONPATH"
             )
-            expected += f". The config asks for the module {stored!r}"
+            expected += f". The config names the module {stored!r}"
         raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
     if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
         show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}")

@@ -284,7 +284,7 @@ class Trainer:
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        world.step_group.leader_does(self._rewind_metrics)
+        world.step_group.run_on_leader(self._rewind_metrics)
         self._log_geometry()
 
     @property
@@ -314,7 +314,7 @@ class Trainer:
             logger.info(note)
         if reordered := changes.reordered():
             logger.warning(
-                "The order of the samples differs from that of the run that saved the checkpoint: "
+                "The order of the samples differs from the run that saved the checkpoint: "
                 f"{'; '.join(reordered)}"
             )
         return differences + changes.accepted()
@@ -448,7 +448,7 @@ class Trainer:
                 self.metrics.record(self.train_step(step, current, agreement))
                 if self.metrics.due(step):
                     if self.overflow is not None:
-                        self.overflow.judge()
+                        self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
                 profiler.step()
                 if step == first_step:
@@ -509,9 +509,9 @@ class Trainer:
         """Run forward and backward of every micro-batch, then one clipped and gated update.
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update therefore equals
-        that for one mean over all tokens, on any topology. The loss of multi-token prediction is
-        divided by the same number; `loss` does not contain it.
+        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
+        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
+        by the same number; `loss` does not contain it.
 
         The model computes the loss in chunks, so that no logits outlive the forward pass. This
         method does not wait for the device.
@@ -680,7 +680,7 @@ class Trainer:
         self.position.move("save", step)
         self.metrics.flush(step)
         if not self.failures.continues:
-            self.world.step_group.leader_does(self.metrics.check_written)
+            self.world.step_group.run_on_leader(self.metrics.check_written)
         self.replicas.check(step)
         with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
@@ -742,7 +742,7 @@ class Trainer:
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
         """Save the state for the next start, and write the reason for the end. A collective."""
         if self.overflow is not None:
-            self.overflow.judge()
+            self.overflow.evaluate()
         self.metrics.flush(self.progress.step)
         good = self.update_gate.last_good_progress()
         if good is not None:

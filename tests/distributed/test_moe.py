@@ -122,13 +122,13 @@ def run(folder, layout, option, mutation=""):
     ("layout", "option"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option):
+def test_every_layout_equals_one_rank(folder, layout, option):
     expected, cell = run(folder, layout, option)
     compare(expected, cell, "float64")
 
 
 @pytest.mark.parametrize("mutation", EXPERT_MUTATIONS)
-def test_a_fault_turns_a_cell_red(folder, mutation):
+def test_an_injected_fault_fails_the_comparison(folder, mutation):
     expected, cell = run(folder, "ep", "together", mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float64")

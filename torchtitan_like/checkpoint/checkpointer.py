@@ -120,7 +120,8 @@ class Checkpointer:
         def decide_locked() -> list[Start]:
             # Decide again under the lock: another run may have published a step in the meantime.
             starts = decide() if is_unfinished else candidates
-            # A manifest of thousands of ranks takes 40 MB. `load` reads those of older steps again.
+            # A manifest of thousands of ranks takes 40 MB. `load` reads the manifests of older
+            # steps again.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
         is_unfinished = self._on_leader(decide_step) < last_step
@@ -131,7 +132,7 @@ class Checkpointer:
 
     def _on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0's checkpoint thread. All ranks return its result or its error."""
-        return self._thread.run(lambda: self._votes.leader_does(action))
+        return self._thread.run(lambda: self._votes.run_on_leader(action))
 
     def _try_lock(self) -> bool:
         """Take the lock on rank 0, or wait for less time than the collectives' time-out."""
@@ -191,7 +192,9 @@ class Checkpointer:
         for number, start in enumerate(starts):
             try:
                 if number > 0:  # the caller has considered the first start already
-                    start = self._thread.run(partial(self._votes.leader_does, start.with_manifest))
+                    start = self._thread.run(
+                        partial(self._votes.run_on_leader, start.with_manifest)
+                    )
                     consider(start)
                 self._thread.run(partial(load, start))
                 if start.manifest is not None:
@@ -222,7 +225,9 @@ class Checkpointer:
                     f"Restarting at step {start.step}: renamed a later checkpoint to {path.name}"
                 )
             if start.path is not None and start.step == self.section.load_step:
-                (start.path / PIN).touch()  # the same command, started again, asks for it once more
+                (
+                    start.path / PIN
+                ).touch()  # if the same command starts again, it loads this step again
 
         self.newest_step = start.step
         if self.saves:
@@ -277,7 +282,7 @@ class Checkpointer:
         assert path is not None and manifest is not None
         reader = ExtentReader(path, file_records(manifest))
         metadata: dict[str, Any] = {}
-        self._votes.all_do(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
+        self._votes.run_on_all(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
         weights = StoredWeights(metadata, group.rank, group.size)
         start = replace(stored, kind="warm")
         load_states(start, {"model": weights}, self._votes, self._identity)

@@ -240,7 +240,7 @@ def _refusal(file: Path, name: str) -> CheckpointError:
     source = file.parent if file.name == ".metadata" else file
     kind = "pt" if source.is_file() else "native" if (source / MANIFEST).exists() else "dcp"
     return CheckpointError(
-        f"{file} was not loaded: it asks for {name}, which could run code. Expected tensors, plain "
+        f"{file} was not loaded: it refers to {name}, which could run code. Expected tensors, plain "
         "Python values and the metadata classes of torch.distributed.checkpoint. If you trust its "
         "author, make a copy without such objects: titan ckpt convert "
         f"{source} COPY --to {kind} --trust-pickle"

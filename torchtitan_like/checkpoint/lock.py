@@ -45,7 +45,7 @@ class FileLock:
         patience: float = 35.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Create the lock without taking it. The strings are parts of error messages.
+        """Create the lock without acquiring it. The strings are parts of error messages.
 
         subject: the locked folder or file. holder: a noun for the writer, such as `run`.
         remedy: what to do if another process holds the lock.

@@ -106,11 +106,11 @@ class StepWriter:
             warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(name, value, save.dtype) for name, value in tensors.items()}
         try:
-            self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))
+            self._votes.run_on_leader(lambda: self._stage(save, staged, final, tensors))
             self._check_shared_folder(staged)
             records = self._write_files(save, staged, tensors, config_toml)
             content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
-            self._votes.leader_does(lambda: self._publish(staged, final, records, content))
+            self._votes.run_on_leader(lambda: self._publish(staged, final, records, content))
         except CheckpointError:
             if self._votes.is_leader:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -142,9 +142,9 @@ class StepWriter:
         """Check before the first checkpoint that every rank sees the files of rank 0."""
         if self._is_folder_shared:
             return
-        token = self._votes.leader_does(lambda: write_marker(staged))
-        self._votes.all_do(lambda: wait_for_marker(staged, token))
-        self._votes.leader_does(lambda: remove_marker(staged))
+        token = self._votes.run_on_leader(lambda: write_marker(staged))
+        self._votes.run_on_all(lambda: wait_for_marker(staged, token))
+        self._votes.run_on_leader(lambda: remove_marker(staged))
         self._is_folder_shared = True
 
     def _write_files(
@@ -152,7 +152,7 @@ class StepWriter:
     ) -> dict[str, FileRecord]:
         config = staged / "config.toml"
         records = {
-            config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))
+            config.name: self._votes.run_on_leader(lambda: write_file(config, config_toml.encode()))
         }
         write = (
             partial(self._export, save.dtype or torch.float32)

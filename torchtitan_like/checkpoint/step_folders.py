@@ -301,13 +301,13 @@ def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
 
 
 def stale_stages(folder: Path) -> list[Path]:
-    """Return the staged steps of a checkpoint folder, of interrupted and of running saves."""
+    """Return the staged steps of a checkpoint folder, interrupted or still being written."""
     parents = (folder, folder / HF_EXPORTS)
     return [path for parent in parents for path in parent.glob("step-*.tmp-*")]
 
 
 def remove_stale_stages(folder: Path) -> list[Path]:
-    """Remove staged steps of interrupted saves. Call it only while holding the folder's lock."""
+    """Remove staged steps of killed runs. Call it only while holding the folder's lock."""
     stale = stale_stages(folder)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the
 exit code. Only the module of the chosen sub-command is imported. This package parses arguments and
-prints output; other rooms do the work.
+prints output; other packages do the work.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ SLURM = (
     Command(
         "slurm watchdog",
         "Watch",
-        "check once whether a job lives, a log grows and disk is left",
+        "check once that a job runs, a log grows and a disk has space",
         "slurm.watchdog",
     ),
     Command("slurm before", "In train.slurm", "print the step to continue from", "slurm.before"),

@@ -80,14 +80,13 @@ class Parallelism(Section):
     )
     pipeline_parallel_first_stage_less_layers: int = field(
         1,
-        "By how many layers the first stage is smaller than the others, to balance the embedding.",
+        "Number of layers that the first stage has fewer than the others, to balance the embedding.",
         ge=0,
         needs=(PIPELINE, EVEN_STAGES),
     )
     pipeline_parallel_last_stage_less_layers: int = field(
         1,
-        "By how many layers the last stage is smaller than the others, to balance the output "
-        "layer.",
+        "Number of layers that the last stage has fewer than the others, to balance the output layer.",
         ge=0,
         needs=(PIPELINE, EVEN_STAGES),
     )
@@ -308,7 +307,7 @@ class Checkpoint(Section):
     )
     on_save_error: Literal["stop", "continue"] = field(
         "stop",
-        "After a failed save, or a failed write to another file of the run. stop: end with exit "
+        "After a failed checkpoint, or a failed write to another file of the run. stop: end with exit "
         "code 74. continue: try again later; the last checkpoint of a run must succeed.",
         needs=SAVING,
     )

@@ -149,14 +149,14 @@ def _place_experts(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> Calla
     num_shards = mesh["efsdp"].size()
     experts = {id(parameter) for parameter in expert_parameters(model, spec).values()}
 
-    def place(parameter: Any) -> Any:
+    def shard_placement(parameter: Any) -> Any:
         if id(parameter) not in experts:
             return None
         num_experts, size, *_ = parameter.to_local().shape
         splits_matrices = num_experts < num_shards and size % num_shards == 0
         return ShardPlacementResult(Shard(int(splits_matrices)), info)
 
-    return place
+    return shard_placement
 
 
 def prefetch_blocks(blocks: Sequence[Any], depth: int) -> None:

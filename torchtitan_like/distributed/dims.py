@@ -50,7 +50,7 @@ class ParallelDims:
         return shape or {"dp_shard": 1}
 
     def layout(self) -> dict[str, int]:
-        """Return `mesh_shape` and, if above one, the degrees that borrow its ranks."""
+        """Return `mesh_shape` and, if above one, the degrees that use the same ranks."""
         borrowed = {"ep": self.ep, "expert_tp": self.expert_tp}
         return self.mesh_shape() | {name: size for name, size in borrowed.items() if size > 1}
 

@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to them.
+"""Expert parallelism: each rank has some of the experts, and tokens are sent to them.
 
 A mixture of experts sorts its tokens' copies (*rows*) by expert. Here an all-to-all sends each row
 to the rank that has its expert, and a second one sends the result back. No row is padded or

@@ -5,8 +5,8 @@ full parameter. So each rank computes exactly its own elements, without communic
 
 The generator is counter-based (splitmix64), followed by the inverse CDF of the normal distribution.
 Both use only operations that IEEE 754 defines to the last bit (+ - * / sqrt, and integers). So the
-weights are equal for any number of threads, CPU capability, machine, and torch version. (Those of
-`normal_` and `torch.special.ndtri` are not.)
+weights are equal for any number of threads, CPU capability, machine, and torch version. (The
+results of `normal_` and `torch.special.ndtri` are not.)
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
 
 
 class Built(NamedTuple):
-    """This rank's model parts and what runs them.
+    """This rank's model parts and the objects that run them.
 
     parts: the whole model, or this rank's pipeline stages.
     pipeline: runs the stages; None without pipeline parallelism.
@@ -161,7 +161,7 @@ def _build_pipeline(
 
 
 def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
-    """Return what shards sequences; None without context parallelism."""
+    """Return the `ContextParallel` of this rank; None without context parallelism."""
     if world.dims.cp == 1:
         return None
     from torchtitan_like.distributed.context import ContextParallel

@@ -91,7 +91,7 @@ class HostGroup:
             )
 
     def sum_async(self, values: list[int]) -> PendingSum:
-        """Start an int64 all-reduce (SUM). Every rank of the group passes equally many values."""
+        """Start an int64 all-reduce (SUM). All ranks must pass the same number of values."""
         self._check_thread()
         vector = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(vector, group=self.group, async_op=True) if self.size > 1 else None
@@ -128,14 +128,15 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def all_do(
+    def run_on_all(
         self,
         action: Callable[[], T],
         merge_errors: Callable[[list[Exception]], Exception] = lambda errors: errors[0],
     ) -> T:
         """Call `action` on every rank; if any fails, raise one error on all.
 
-        merge_errors: makes it of the errors, which are in rank order; by default the first. If
+        merge_errors: combines the errors, in rank order, into the raised one. By default, the first
+        error is raised. If
         `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
@@ -154,7 +155,7 @@ class HostGroup:
             error = None  # its traceback refers to this frame, and so to what `action` uses
         return outcome[0]
 
-    def leader_does(self, action: Callable[[], T]) -> T:
+    def run_on_leader(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only; return its result, or raise its error, on all."""
         outcome: Any = None
         try:
@@ -167,7 +168,7 @@ class HostGroup:
             if error is not None:
                 raise error
         finally:
-            outcome = error = None  # as in `all_do`
+            outcome = error = None  # as in `run_on_all`
         answer: T = result
         return answer
 

@@ -138,8 +138,8 @@ class ModelSpec:
     hf_copies(A)             (Hugging Face name, name under which exports store it once more)
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
-    num_active_params(A)     number of parameters that compute a token, for a mixture of experts
-    upcycling(A)             how a dense model starts this mixture of experts, or why none can
+    num_active_params(A)     number of parameters that process a token, for a mixture of experts
+    upcycling(A)             `Upcycling` from a dense model to this MoE, or why it is not possible
 
     The defaults of these fields describe `layers.decoder.Decoder`:
 

@@ -44,7 +44,7 @@ VALIDATION_SCALARS = {"loss": "loss", "bits_per_byte": "bits_per_byte", "tps": "
 
 
 class Sink(Protocol):
-    """Shows rows. What a call has shown is not lost if the process is killed after it returns."""
+    """Shows rows. A row is not lost if the process is killed after the call returns."""
 
     def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None: ...
 
@@ -158,7 +158,7 @@ class TensorBoard(Dashboard):
     """Event files in `<folder>/<date-time>`, or `<folder>/rank_<r>/<date-time>` on ranks except 0.
 
     Each attempt has its own folder, so that no curve shows a step twice after a resume. The first
-    `write` imports the package, which keeps that out of the time to the first step.
+    `write` imports the package, so that the import does not delay the first step.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ def gpu_problems(csv: str, num_gpus: int | None, known_bad: Set[str]) -> list[st
         problems.append(f"{len(rows)} GPUs instead of {num_gpus}")
     for row in rows:
         if len(row) != len(QUERY):
-            problems.append(f"nvidia-smi says {', '.join(row)!r}")
+            problems.append(f"nvidia-smi printed {', '.join(row)!r}")
             continue
         values = dict(zip(QUERY, row, strict=True))
         name = f"GPU {values['index']}"

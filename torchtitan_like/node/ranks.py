@@ -85,7 +85,7 @@ def exercise_group(device: str, memory_gib: float) -> list[str]:
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     if total.item() != world_size:
-        raise RuntimeError(f"the ones of {world_size} ranks add up to {total.item():g}")
+        raise RuntimeError(f"the sum of 1 over {world_size} ranks is {total.item():g}")
     dist.barrier()
     lines = [f"[{host_name()}-{rank}] is OK ({device}, {num_cores()} cores)"]
     if rank == 0:

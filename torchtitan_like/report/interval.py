@@ -29,8 +29,8 @@ def measure_times(run: Path) -> Times:
     steps = step_seconds(newest_rows(run / "metrics.jsonl"))
     if not (saves and steps):
         raise ValueError(
-            f"{run} has made {len(saves)} full saves and {len(steps) + 1} steps. Expected at least "
-            "one save and two steps. Try again later, or give --save-seconds and --step-seconds."
+            f"{run} has {len(saves)} full checkpoints and {len(steps) + 1} steps. Expected at least one "
+            "checkpoint and two steps. Try again later, or give --save-seconds and --step-seconds."
         )
     return Times(statistics.median(saves), statistics.median(steps), len(saves), len(steps))
 
@@ -48,7 +48,7 @@ def interval_table(
     if interval:
         candidates.add(interval)
     lines = [
-        f"{'steps':>8} {'between saves':>14} {'time saving':>12} {'lost per failure':>17} "
+        f"{'steps':>8} {'time between':>14} {'time saving':>12} {'lost per failure':>17} "
         f"{'lost in all':>12}"
     ]
     for steps in sorted(candidates):

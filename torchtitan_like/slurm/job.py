@@ -60,13 +60,13 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     folder = _run_folder(config)
     step = _newest_step(config)
     code, reason_of_code = _code_of_run(folder, srun_code)
-    in_vain = 0 if step > first else _starts_in_vain(folder) + 1
+    num_stalled = 0 if step > first else _count_stalled_starts(folder) + 1
     uncounted = ""
     try:
-        _write_starts(folder, in_vain)
+        _write_starts(folder, num_stalled)
     except OSError as error:  # a run cannot write either; without a count it would start forever
         uncounted = str(error)
-    reason = _reason_to_end(config, code, in_vain, uncounted)
+    reason = _reason_to_end(config, code, num_stalled, uncounted)
     decision = f"the job ends: {reason}" if reason else "the job is queued again"
     show_error(
         f"The run has ended with {reason_of_code}, its newest checkpoint is of step {step}; "
@@ -77,7 +77,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
 
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
-    """Return the run's exit code, and a phrase that says where it is from."""
+    """Return the run's exit code, and a phrase that names its source."""
     # A rank rejected the configuration. Another rank that waited may have written exit.json.
     if srun_code == ExitCode.BAD_CONFIG:
         return srun_code, f"code {srun_code}"
@@ -88,19 +88,26 @@ def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
     return code, f"code {code}"
 
 
-def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: str) -> str | None:
+def _reason_to_end(
+    config: dict[str, Any], code: int, num_stalled: int, uncounted: str
+) -> str | None:
     """Return why the job is not queued again; None if it is."""
     switch = _kill_switch(config)
-    max_in_vain = int(os.environ.get("MAX_IN_VAIN", "3"))
-    starts = f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={max_in_vain})"
+    old_limit = os.environ.get("MAX_IN_VAIN", "3")  # the name in earlier versions
+    max_stalled = int(os.environ.get("MAX_STALLED_STARTS", old_limit))
+    starts = (
+        f"{num_stalled} starts in a row have saved no new checkpoint "
+        f"(MAX_STALLED_STARTS={max_stalled})"
+    )
     reasons = {
         "nothing is left to do": code == ExitCode.DONE,
         "a retry would end the same way": code not in WORTH_A_RETRY,
-        f"{switch} is there": switch.exists(),
+        f"the kill switch {switch} exists": switch.exists(),
         "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
         "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
-        starts: in_vain >= max_in_vain,
-        f"starts without progress cannot be counted: {uncounted}": in_vain > 0 and bool(uncounted),
+        starts: num_stalled >= max_stalled,
+        f"starts without progress cannot be counted: {uncounted}": num_stalled > 0
+        and bool(uncounted),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
@@ -122,16 +129,18 @@ def _newest_step(config: dict[str, Any]) -> int:
     return steps[-1].step if steps else 0
 
 
-def _starts_in_vain(folder: Path) -> int:
-    """Return how many starts of this job in a row have brought no new checkpoint."""
+def _count_stalled_starts(folder: Path) -> int:
+    """Return how many consecutive starts of this job have saved no new checkpoint."""
     try:
         content = json.loads((folder / STARTS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return 0
-    return int(content["in_vain"]) if content["job"] == os.environ.get("SLURM_JOB_ID") else 0
+    if content["job"] != os.environ.get("SLURM_JOB_ID"):
+        return 0
+    return int(content["stalled_starts"] if "stalled_starts" in content else content["in_vain"])
 
 
-def _write_starts(folder: Path, in_vain: int) -> None:
+def _write_starts(folder: Path, num_stalled: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "in_vain": in_vain})
+    text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "stalled_starts": num_stalled})
     (folder / STARTS).write_text(text + "\n", encoding="utf-8")

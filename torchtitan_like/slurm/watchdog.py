@@ -21,7 +21,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Observation:
-    """A line for the log. is_alert: a person should know."""
+    """A line for the log. is_alert: the line is also sent to a person."""
 
     message: str
     is_alert: bool

@@ -674,11 +674,13 @@ def test_interval_reads_the_times_of_a_run(
         "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}])
     )
     lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
-    assert lines[0] == f"40 s per save, 2.5 s per step, from 2 saves and 397 steps of {tmp_path}"
+    assert lines[0] == (
+        f"40 s per checkpoint, 2.5 s per step, from 2 checkpoints and 397 steps of {tmp_path}"
+    )
     assert lines[4].split()[0] == "744"
     assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
     assert run(capsys, "interval", "--mtbf-hours", 12) == (
         2,
-        "The times of a save and of a step are unknown. Expected --save-seconds and "
+        "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
         "--step-seconds, or --run: add them\n",
     )

@@ -385,7 +385,7 @@ def test_upcycling_needs_a_family_with_dense_models() -> None:
     ("flavor", "is_refused"), [("debugmodel", True), ("16B", True), ("671B", False)]
 )
 def test_biases_that_hugging_face_lacks_are_not_exported(flavor: str, is_refused: bool) -> None:
-    """DeepSeek-V3 has biases; DeepSeek-V2, which the softmax flavors are there, has none."""
+    """DeepSeek-V3 has biases. DeepSeek-V2, to which softmax flavors are exported, has none."""
     model = f"model.name=deepseek_v3 model.flavor={flavor}"
     export = "checkpoint.enable=true checkpoint.hf_interval=10"
     for line, expected in (
@@ -398,7 +398,7 @@ def test_biases_that_hugging_face_lacks_are_not_exported(flavor: str, is_refused
 
 
 def test_biases_of_llama4_train_and_are_not_exported() -> None:
-    """Its sigmoid router may have biases, but Hugging Face's format has no place for them."""
+    """Its sigmoid router may have biases, but Hugging Face's format cannot store them."""
     line = "model.name=llama4 model.args.load_balance=bias"
     assert broken_rules(layout(line, 2)) == []
     export = "checkpoint.enable=true checkpoint.hf_interval=10"

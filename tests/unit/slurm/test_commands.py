@@ -111,7 +111,7 @@ def test_examples_of_before_and_after_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without exit.json, `after` reports a crash."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_STALLED_STARTS", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))

@@ -59,14 +59,14 @@ def export_step(
             output.path.mkdir()
             return output.path
 
-        staged = votes.leader_does(stage)
+        staged = votes.run_on_leader(stage)
         records = file_records(manifest)
         reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
         stored = reader.read_metadata().state_dict_metadata
         weights = StoredWeights(stored, votes.group.rank, votes.group.size)
         start = Start("warm", 0, step, "named on the command line", manifest=manifest)
         load_states(start, {"model": weights}, votes, identity)
-        votes.leader_does(lambda: check_space(staged, weights.num_bytes))
+        votes.run_on_leader(lambda: check_space(staged, weights.num_bytes))
         files = write_model(
             staged,
             weights.state_dict(),
@@ -77,7 +77,7 @@ def export_step(
             by_index=not shard_gb,
         )
         config = (step / CONFIG).read_bytes()
-        files[CONFIG] = votes.leader_does(lambda: write_file(staged / CONFIG, config))
+        files[CONFIG] = votes.run_on_leader(lambda: write_file(staged / CONFIG, config))
         verify_together(staged, files, votes)
         content = {"kind": "hf", "step": manifest["step"], "files": files}
-        votes.leader_does(lambda: output.publish(content))
+        votes.run_on_leader(lambda: output.publish(content))

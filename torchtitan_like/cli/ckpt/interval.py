@@ -37,7 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
         "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
         "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
-        "checkpoint counts from its start to its name; training does not wait for that long.\n\n"
+        "checkpoint is timed until it is published; training waits for only a part of that time.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -52,15 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
             times = measure_times(arguments.run)
             save, step = save or times.save_seconds, step or times.step_seconds
             print(
-                f"{save:.3g} s per save, {step:.3g} s per step, from {times.num_saves:,} saves and "
-                f"{times.num_steps:,} steps of {arguments.run}"
+                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from {times.num_saves:,} "
+                f"checkpoints and {times.num_steps:,} steps of {arguments.run}"
             )
     except (OSError, ValueError) as error:
         show_error(str(error))
         return FAILED
     if not (save and step):
         show_error(
-            "The times of a save and of a step are unknown. Expected --save-seconds and "
+            "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
             "--step-seconds, or --run: add them"
         )
         return FAILED

@@ -14,8 +14,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
     parser.epilog = (
         "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
-        "Prints the exit code of the job: that in exit.json, or else 1. Returns 0 if the job is\n"
-        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_IN_VAIN,\n"
+        "Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is\n"
+        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_STALLED_STARTS,\n"
         "SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
         f"example: {EXAMPLE}"
     )

@@ -3,11 +3,11 @@
 The mapping is a closed formula: it can start at any position without reading the positions before
 it. The stream is a sequence of *segments* with constant mixture weights. A segment repeats one
 pattern of ``PATTERN`` positions, in which the weights are rounded to multiples of 1/PATTERN. At
-every position of a segment, the number of samples read from a source differs from its rounded share
+every position of a segment, the number of samples read from a source differs from its rounded weight
 by less than one sample (`_schedule`).
 
 A segment ends where the configured weights change, or after the last sample of a source that was
-read ``max_epochs`` times. The other sources then divide its share. The stream ends when no source
+read ``max_epochs`` times. The other sources then divide its weight. The stream ends when no source
 with a weight remains.
 
 Each source has its own sample order (`order.shuffled`) in each epoch. The order's seed depends on
@@ -45,7 +45,7 @@ class Supply:
     key: name; "" for the only source of a run without a table.
     num_samples: samples per epoch; UNKNOWN_SIZE for a streamed source.
     labels_per_sample: mean number of labels in a sample.
-    weight: share of the tokens, relative to the other weights.
+    weight: fraction of the tokens, relative to the other weights.
     max_epochs: 0 is no limit.
     """
 
@@ -165,12 +165,12 @@ class SampleOrder:
         return {supply.key: int(count) for supply, count in zip(self.supplies, counts, strict=True)}
 
     def segments(self) -> list[tuple[int, dict[str, float]]]:
-        """Return the first position and the shares of the samples (by key) of each segment."""
+        """Return the first position and the fractions of the samples (by key) of each segment."""
         segments = []
         for segment in self._segments:
             counts = zip(self.supplies, segment.per_pattern.tolist(), strict=True)
-            shares = {supply.key: count / PATTERN for supply, count in counts if count}
-            segments.append((segment.start, shares))
+            fractions = {supply.key: count / PATTERN for supply, count in counts if count}
+            segments.append((segment.start, fractions))
         return segments
 
     def _origin_counts(self) -> Indices:
@@ -189,19 +189,19 @@ class SampleOrder:
                 later.append((change_position, new_weights))
         segments: list[_Segment] = []
         while True:
-            shares = []
+            fractions = []
             for supply, count, limit in zip(self.supplies, counts.tolist(), limits, strict=True):
                 is_used_up = limit is not None and count >= limit
-                share = 0.0 if is_used_up else weights[supply.key] / supply.labels_per_sample
-                shares.append(share)
-            if not any(shares):
+                fraction = 0.0 if is_used_up else weights[supply.key] / supply.labels_per_sample
+                fractions.append(fraction)
+            if not any(fractions):
                 return segments, position
-            segment = _segment(position, counts, shares, self.supplies)
+            segment = _segment(position, counts, fractions, self.supplies)
             segments.append(segment)
             stops = [
                 _end_of(segment, index, limit - int(counts[index]))
                 for index, limit in enumerate(limits)
-                if limit is not None and shares[index]
+                if limit is not None and fractions[index]
             ]
             stops += [change_position for change_position, _ in later[:1]]
             if not stops:
@@ -228,9 +228,9 @@ def seed_of(key: str, seed: int) -> int:
 
 
 def _segment(
-    start: int, counts: Indices, shares: Sequence[float], supplies: Sequence[Supply]
+    start: int, counts: Indices, fractions: Sequence[float], supplies: Sequence[Supply]
 ) -> _Segment:
-    per_pattern = _apportion(shares, supplies)
+    per_pattern = _apportion(fractions, supplies)
     source = _schedule(per_pattern)
     order = np.argsort(source, kind="stable")  # positions of source 0, positions of source 1, ...
     rank = np.empty_like(source)
@@ -275,13 +275,13 @@ def _schedule(counts: Indices) -> Indices:
     return schedule
 
 
-def _apportion(shares: Sequence[float], supplies: Sequence[Supply]) -> Indices:
-    """Divide PATTERN positions by ``shares`` (largest remainder method)."""
-    exact = np.array(shares) / sum(shares) * PATTERN
+def _apportion(fractions: Sequence[float], supplies: Sequence[Supply]) -> Indices:
+    """Divide PATTERN positions by ``fractions`` (largest remainder method)."""
+    exact = np.array(fractions) / sum(fractions) * PATTERN
     counts: Indices = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: PATTERN - counts.sum()]] += 1
-    for supply, share, count in zip(supplies, shares, counts.tolist(), strict=True):
-        if share and not count:
+    for supply, fraction, count in zip(supplies, fractions, counts.tolist(), strict=True):
+        if fraction and not count:
             raise DataError(
                 f"the weight {supply.weight:g} of source {supply.key!r} gives less than one sample "
                 f"in {PATTERN:,}. Expected a larger weight, or 0: change it"
