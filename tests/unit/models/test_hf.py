@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
 from torchtitan_like.checkpoint.identity import Identity
@@ -349,6 +350,26 @@ def test_windows_bound_the_flops():
     )
 
 
+def test_an_unreadable_config_next_to_the_tokenizer_ends_an_export(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    args = args_of(shrink(LLAMA))
+    identity = Identity(HF, args, tmp_path, tmp_path, special_tokens=lambda: (None, None))
+    (tmp_path / "export").mkdir()
+    votes = Votes(HostGroup.alone())
+    with pytest.raises(CheckpointError, match="Expected the config of the tokenizer's model"):
+        write_model(tmp_path / "export", build(args).state_dict(), identity, votes, dtype=None)
+
+
+def test_a_loaded_folder_with_other_sizes_is_reported(tmp_path):
+    args = args_of(LLAMA)
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": LINEAR}))
+    (line,) = config_differences(tmp_path, HF, args)
+    assert "has rope_scaling = {'rope_type': 'linear', 'factor': 4.0}, this model has None" in line
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "scale_emb": 12}))
+    (line,) = config_differences(tmp_path, HF, args)
+    assert "has scale_emb = 12: expected no such field or 1" in line
+
+
 # ---- traps of these files
 
 
@@ -538,6 +559,8 @@ def test_fields_that_change_the_model_are_refused(field, value, neutral):
         (QWEN2, {"use_sliding_window": "no"}, 'use_sliding_window = "no": expected true or false'),
         (LLAMA, {"hidden_size": "4096"}, 'hidden_size = "4096": expected an integer above 0'),
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: expected a number above 0"),
+        (LLAMA, {"rope_theta": 10**400}, "0...: expected a number above 0"),
+        (LLAMA, {"model_type": ["llama"]}, 'model_type = ["llama"]: expected one of llama'),
         (LLAMA, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor = absent: expected a"),
         (LLAMA, {"rope_scaling": {**LINEAR, "factor": 0.5}}, "rope_scaling.factor = 0.5: expected"),
         (LLAMA, {"rope_scaling": "linear"}, 'rope_scaling = "linear": expected null or a table'),

@@ -8,7 +8,7 @@ defaults.
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -215,8 +215,9 @@ def _show(value: Any) -> str:
 
 
 def _is_number(value: Any) -> bool:
+    """Return True for a number that fp64 can represent, unlike NaN and an integer of 400 digits."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _check_refused(fields: _Fields) -> None:
