@@ -23,6 +23,7 @@ from torchtitan_like.config import (
 from torchtitan_like.config.arguments import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
+from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.util.modules import import_named, is_file_name
 from torchtitan_like.util.output import show_error
 
@@ -60,6 +61,7 @@ def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, s
     from torchtitan_like.build import identify
 
     import_custom(config, module)
+    config, _ = read_sizes(config)
     return identify(with_assets(config.model, folder)), dump_toml(config)
 
 

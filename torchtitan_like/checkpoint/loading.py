@@ -149,7 +149,7 @@ def _load_weights(
         load_upcycled(start, tensors, votes, identity, quantized=quantized)
         return
     if start.format == "hf":
-        for line in config_differences(path, spec.hf_config(args)):
+        for line in config_differences(path, spec, args):
             logger.warning(line)
         load_hf(
             path,

@@ -24,11 +24,14 @@ class Model(Section):
 
     facts: ClassVar[Facts] = Facts(affects="model")
 
-    name: str = field("llama3", "Registered name of the model.")
+    name: str = field(
+        "llama3",
+        "Registered name of the model. hf takes its sizes from config.json in model.hf_assets_path.",
+    )
     flavor: str = field(
         "debugmodel",
         "Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. "
-        "docs/guides/models.md lists all.",
+        "docs/guides/models.md lists all. With hf, config.json sets it.",
     )
     hf_assets_path: HomePath = field(
         TOKENIZER_IN_REPOSITORY,

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
@@ -117,6 +126,18 @@ class StageTensor:
 _STAGE_SIZES = ("batch", "seq", "hidden_seq")
 
 
+class HfModel(NamedTuple):
+    """A model of a family, as a config.json of Hugging Face describes it.
+
+    flavor: the flavor whose sizes the file changes. args: all sizes in the file, which are as valid
+    in `[model.args]`. notes: sentences about fields without effect, for a warning.
+    """
+
+    flavor: str
+    args: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One family of models. `A` is its `args_type`, a frozen dataclass of ints, floats, bools, strings.
@@ -133,6 +154,8 @@ class ModelSpec:
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
     hf_config(A)             content of Hugging Face's config.json
+    hf_args(config)          the `HfModel` of a config.json, for runs that take their sizes from one;
+                             raises ValueError with one line for each field that is not supported
     hf_alternative_names(A)  as hf_names for files of another layout, such as fused experts
     hf_unread(A)             fnmatch patterns of Hugging Face names that are not of this model
     hf_copies(A)             (Hugging Face name, name under which exports store it once more)
@@ -161,6 +184,7 @@ class ModelSpec:
     sharding: Table
     hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
+    hf_args: Callable[[Mapping[str, Any]], HfModel] | None = None
     hf_alternative_names: Callable[[Any], Rows] | None = None
     hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
     hf_copies: Callable[[Any], Table] = lambda args: ()

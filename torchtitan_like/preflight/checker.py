@@ -19,6 +19,7 @@ from torchtitan_like.preflight.model import (
     check_attention,
     check_model,
     check_weight_decay_patterns,
+    read_sizes,
 )
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
 from torchtitan_like.preflight.rules import RULES
@@ -50,6 +51,12 @@ def load_checked(
         config = error.partial
         faulty = error.faulty
         problems += error.problems
+    try:
+        config, warnings = read_sizes(config)
+        problems += warnings
+    except ConfigError as error:
+        problems += error.problems
+        faulty |= {"model.flavor"}  # its checks would report the same cause
     device = device_type(config) if callable(device_type) else device_type
     checked = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in checked if not _reads_faulty_key(problem, faulty)]

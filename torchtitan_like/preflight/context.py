@@ -202,6 +202,13 @@ class RunContext:
         return 0 < self.width("chunk_size") < longest
 
     @property
+    def has_dynamic_rope(self) -> bool:
+        """True if rotary frequencies depend on the length of the sequences."""
+        is_dynamic = getattr(self.args, "rope_type", "default") == "dynamic"
+        longest = max(self.seq_len("training"), self.seq_len("validation"))
+        return is_dynamic and longest > self.width("rope_original_seq_len")
+
+    @property
     def shards_head_and_tail(self) -> bool:
         """True if each rank computes one shard of each half of a sequence."""
         is_balanced = self.parallelism.context_parallel_load_balancer is not None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem, nearest
 from torchtitan_like.models.attention_rules import unsupported_attention
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
-from torchtitan_like.preflight.rules.keys import MODEL_KEYS
+from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
 from torchtitan_like.util.modules import import_named
+from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -18,9 +20,53 @@ if TYPE_CHECKING:
     from torchtitan_like.preflight.context import RunContext
 
 
-def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
-    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+def read_sizes(config: JobConfig) -> tuple[JobConfig, list[Problem]]:
+    """Return the configuration with the sizes of config.json in model.hf_assets_path, and warnings.
+
+    This concerns families that take their sizes from such a file, unless model.flavor is one of the
+    family's, as in a stored configuration. Other configurations are returned unchanged.
+
+    Raises ConfigError if there is no such file, or for each of its fields that is not supported.
+    """
     section = config.model
+    spec, _ = _find_spec(config)
+    if spec is None or spec.hf_args is None or section.flavor in spec.flavors:
+        return config, []
+    file = Path(section.assets_folder) / "config.json"
+    try:
+        fields = read_json(file)
+        if not isinstance(fields, dict):
+            raise ValueError("it contains no table")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        expected = (
+            f'a folder with the config.json of a model, which model.name = "{section.name}" '
+            f"reads; {file}: {reason}"
+        )
+        remedy = "give the folder of a downloaded model, or another model.name"
+        problem = Problem(HF_ASSETS, None, expected, remedy, involves=("model.name",))
+        raise ConfigError([config.locate(problem)]) from error
+    try:
+        model = spec.hf_args(fields)
+    except ValueError as error:
+        remedy = "use another checkpoint, or convert it to a supported one"
+        problems = [
+            Problem(HF_ASSETS, None, f"a supported config.json; it has {line}", remedy)
+            for line in str(error).splitlines()
+        ]
+        raise ConfigError([config.locate(problem) for problem in problems]) from error
+    warnings = [
+        Problem(HF_ASSETS, None, f"{file} {note}", severity="warning") for note in model.notes
+    ]
+    if config.is_set("model.flavor"):
+        effect = f"{NO_EFFECT}: {file} sets it"
+        warnings.append(Problem("model.flavor", None, effect, severity="warning"))
+    located = [config.locate(problem) for problem in warnings]
+    return config.with_sizes(model.flavor, model.args, str(file)), located
+
+
+def _find_spec(config: JobConfig) -> tuple[ModelSpec | None, list[Problem]]:
+    """Import the user's module, and return the model of that name, or the problem."""
     module = config.experimental.custom_import
     if module:
         try:
@@ -28,13 +74,21 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
         except Exception as error:  # user code may raise anything
             reason = f"{type(error).__name__}: {error}"
             expected = f"a module or a .py file that can be imported; {reason}"
-            return None, None, [Problem("experimental.custom_import", None, expected)]
+            return None, [Problem("experimental.custom_import", None, expected)]
     try:
-        spec = get_spec(section.name)
+        return get_spec(config.model.name), []
     except KeyError as error:
         expected = f"a registered model: {error.args[0]}"
         involves = ("experimental.custom_import",)
-        return None, None, [Problem("model.name", None, expected, involves=involves)]
+        return None, [Problem("model.name", None, expected, involves=involves)]
+
+
+def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
+    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+    section = config.model
+    spec, problems = _find_spec(config)
+    if spec is None:
+        return None, None, problems
     if section.flavor not in spec.flavors:
         expected = f"a flavor of {section.name}: {', '.join(spec.flavors)}"
         remedy = nearest(section.flavor, spec.flavors)

@@ -136,7 +136,12 @@ ILLEGAL = [
     Illegal("cp=2 rotate=alltoall mask=block_causal", 2, "parallelism.context_parallel_rotate_method",
             'set it to "allgather"', "ring-documents"),
     Illegal("model.name=gpt_oss cp=2 rotate=alltoall validate=false", 2, "parallelism.context_parallel_rotate_method",
-            "layers have windows and sinks", "ring-windows"),
+            "layers have windows: a ring", "ring-windows"),
+    Illegal("model.name=hf model.flavor=mistral cp=2 rotate=alltoall validate=false", 2,
+            "parallelism.context_parallel_rotate_method", "with hf, whose layers have windows", "ring-windows"),
+    Illegal("model.name=hf model.flavor=llama model.args.rope_type=dynamic model.args.max_seq_len=4096 seq=4096 cp=2 "
+            "validate=false", 2, "parallelism.context_parallel_degree", "1 for sequences of more than 2048 tokens",
+            "sharded-dynamic-rope"),
     Illegal("model.name=llama4 model.flavor=debugmodel_irope mask=causal cp=2 rotate=alltoall seq=512 validate=false", 2,
             "parallelism.context_parallel_rotate_method", "within chunks of 256 tokens", "ring-chunks"),
     Illegal("cp=3 rotate=ulysses seq=240 validate=false", 3, "parallelism.context_parallel_degree",

@@ -29,6 +29,7 @@ from torchtitan_like.models.hf_table import (
     external_shapes,
     links,
 )
+from torchtitan_like.models.spec import ModelSpec, resolve_args
 from torchtitan_like.util.reading import read_json
 
 logger = logging.getLogger()
@@ -136,8 +137,8 @@ def load_hf(
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
 
 
-def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
-    """Compare the directory's config.json with `expected`; return one sentence per difference.
+def config_differences(folder: Path, spec: ModelSpec, args: Any) -> list[str]:
+    """Compare the directory's config.json with the model; return one sentence per difference.
 
     Such differences do not prevent loading if all shapes are equal. For example, a different number
     of heads or rotary base is visible only in the loss.
@@ -145,15 +146,22 @@ def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
     if not (folder / "config.json").exists():
         return []
     try:
-        stored = _DEFAULTS | _flat_rope(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        stored = _DEFAULTS | _flat_rope(content)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder / 'config.json'} is not valid: {type(error).__name__} {error}. Expected the "
             "config of a Hugging Face model: copy the file again"
         ) from error
+    if spec.hf_args is not None:
+        try:
+            model = spec.hf_args(content)
+            stored = spec.hf_config(resolve_args(spec, model.flavor, model.args))
+        except ValueError as error:
+            return [f"{folder / 'config.json'} has {line}" for line in str(error).splitlines()]
     return [
         f"{folder / 'config.json'} has {key} = {stored[key]}, this model has {value}"
-        for key, value in _flat_rope(dict(expected)).items()
+        for key, value in _flat_rope(spec.hf_config(args)).items()
         if key in stored and key not in _IRRELEVANT and stored[key] != value
     ]
 

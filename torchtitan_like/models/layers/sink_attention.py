@@ -45,7 +45,9 @@ class SinkAttention(Attention):
         rotary: RotaryEmbedding,
         core: Core,
     ) -> None:
-        super().__init__(dim, n_heads, n_kv_heads, head_dim, rotary, core, has_bias=True)
+        super().__init__(
+            dim, n_heads, n_kv_heads, head_dim, rotary, core, qkv_bias=True, output_bias=True
+        )
         self.sinks = nn.Parameter(torch.empty(n_heads))
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:

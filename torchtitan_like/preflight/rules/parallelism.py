@@ -470,8 +470,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ROTATE,
         lambda run: run.rotate_method == "alltoall" and run.has_windows,
         lambda run: (
-            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers have windows and '
-            "sinks: a ring reads all keys in turn, and would count a sink once for each rank"
+            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers have windows: a '
+            "ring lets a token attend to all keys, and would count a sink once for each rank"
         ),
         'set it to "allgather"',
         (CP, *MODEL_KEYS),
@@ -486,6 +486,17 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ),
         'set it to "allgather"',
         (CP, *MODEL_KEYS),
+    ),
+    Rule(
+        "sharded-dynamic-rope",
+        CP,
+        lambda run: run.cp > 1 and run.has_dynamic_rope,
+        lambda run: (
+            f"1 for sequences of more than {run.width('rope_original_seq_len')} tokens: dynamic "
+            "rotary frequencies depend on the length of a sequence, which its shards do not know"
+        ),
+        f"set {CP} = 1",
+        MODEL_KEYS,
     ),
     Rule(
         "compiled-ring",
