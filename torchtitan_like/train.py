@@ -99,7 +99,8 @@ from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 
 
