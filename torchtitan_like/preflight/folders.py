@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import Problem
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -94,5 +95,5 @@ def _check_allowed_changes(patterns: list[str]) -> Iterator[Problem]:
         )
         if not is_argument and not is_match:
             expected = f'patterns that match a setting; "{pattern}" matches none'
-            remedy = nearest(pattern, keys) or 'for example "optimizer.lr" or "model.*"'
+            remedy = did_you_mean(pattern, keys) or 'for example "optimizer.lr" or "model.*"'
             yield Problem("checkpoint.allow_change", None, expected, remedy)
