@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.monitor.attempt import Attempt
@@ -26,7 +25,10 @@ from torchtitan_like.monitor.log import logger
 from torchtitan_like.resilience.nonfinite import HISTORY
 from torchtitan_like.util.files import WriteFailures, write_atomically
 from torchtitan_like.util.jsonl import encode
-from torchtitan_like.util.run_directory import BAD_STEPS
+from torchtitan_like.util.run_directory import (
+    BAD_STEPS,
+    PIN,
+)
 
 # For skipped steps of one attempt. Pinned checkpoints are never deleted, and disks are finite.
 MOST_PINS = 3
