@@ -64,7 +64,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
             RowCollector(gather, sources),
             throughput,
             HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
-            build_sinks(section or MetricsSection(), folder, rank, failures),
+            build_sinks(section or MetricsSection(), folder, rank, failures, run_config={}),
             RowFiles(folder, attempt, failures) if rank == 0 else None,
             log_freq=log_freq,
             last_step=total_steps,
