@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
-from torchtitan_like.checkpoint.publishing import StagedOutput
+from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import Manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.publishing import STAGED
+from torchtitan_like.checkpoint.staged_output import STAGED
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
