@@ -61,12 +61,12 @@ def without(spans: Spans, covers: Spans) -> Spans:
     for start, end in spans:
         while first < len(covers) and covers[first][1] <= start:
             first += 1
-        at = first
-        while start < end and at < len(covers) and covers[at][0] < end:
-            if covers[at][0] > start:
-                result.append((start, covers[at][0]))
-            start = covers[at][1]
-            at += 1
+        index = first
+        while start < end and index < len(covers) and covers[index][0] < end:
+            if covers[index][0] > start:
+                result.append((start, covers[index][0]))
+            start = covers[index][1]
+            index += 1
         if start < end:
             result.append((start, end))
     return result

@@ -20,6 +20,7 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.stored_config import find_assets, import_custom
+from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
 
 def continue_prompt(
@@ -40,10 +41,10 @@ def continue_prompt(
     """
     if read_manifest(step) is None:
         raise CheckpointError(
-            f"{step} is not a checkpoint: it has no manifest.json. Expected a published step-N: "
+            f"{step} is not a checkpoint: it has no {MANIFEST}. Expected a published step-N: "
             "check the path"
         )
-    config = load_stored_config(step / "config.toml")
+    config = load_stored_config(step / CONFIG)
     import_custom(config, custom_import)
     folder = Path(assets or find_assets(config.model.tokenizer_folder, step))
     if not folder.expanduser().exists():

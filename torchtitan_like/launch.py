@@ -40,7 +40,7 @@ from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import StorageError, WriteFailures
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import (
     EXIT,
@@ -51,6 +51,7 @@ from torchtitan_like.util.run_directory import (
     write_exit,
     write_exit_for_launcher,
 )
+from torchtitan_like.util.units import GIB
 
 # Exit codes of the errors that all ranks raise together. The first matching class is used.
 CODES: dict[type[Exception], ExitCode] = {

@@ -35,6 +35,7 @@ from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
+from torchtitan_like.util.run_directory import CONFIG
 
 # Settings that override the run's: a replay is one process and writes no results.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
@@ -168,10 +169,10 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
     names = DEFAULTS if bundle["checkpoint"]["is_start"] else (*DEFAULTS, "checkpoint")
     defaults = {name: getattr(JobConfig(), name) for name in names}
     config = config.model_copy(update={**defaults, "experimental": experimental})
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    (folder / CONFIG).write_text(dump_toml(config), encoding="utf-8")
     is_path_given = any(PATH_KEY in setting for setting in settings)
     start = _start_settings(bundle["checkpoint"], run, is_path_given)
-    argv = ["--job.config_file", str(folder / "config.toml"), *SETTINGS, *start]
+    argv = ["--job.config_file", str(folder / CONFIG), *SETTINGS, *start]
     argv += [f"--job.dump_folder={folder}", f"--debug.seed={bundle['seed']}"]
     argv += [f"--training.global_batch_size={bundle['global_batch_size']}"]
     if config.optimizer.early_step_in_backward:  # it frees gradients before they can be inspected

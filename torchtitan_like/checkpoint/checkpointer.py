@@ -25,7 +25,7 @@ from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.lock import LockedError, RunLock
-from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
+from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
@@ -42,6 +42,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.run_directory import PIN, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
@@ -330,7 +331,7 @@ class Checkpointer:
         return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
 
     def _export_path(self, step: int) -> Path:
-        return self.folder / HF_EXPORTS / f"step-{step}"
+        return self.folder / HF_EXPORTS / step_name(step)
 
     def _export(self, is_last: bool) -> Save:
         return Save("hf", self.folder / HF_EXPORTS, self._export_dtype, is_last=is_last)
@@ -482,7 +483,7 @@ class Checkpointer:
         """
         if not self.saves:
             return None
-        path = self.folder / f"step-{step}{NONFINITE}"
+        path = self.folder / f"{step_name(step)}{NONFINITE}"
         self.wait()
         if not self._on_leader(path.exists):
             save = Save("full", self.folder, is_last=True, suffix=NONFINITE)
@@ -509,7 +510,7 @@ class Checkpointer:
             search()
 
     def _previous_checkpoint(self, step: int) -> Path | None:
-        path = self.folder / f"step-{step - 1}{NONFINITE}"
+        path = self.folder / f"{step_name(step - 1)}{NONFINITE}"
         if path.is_dir():
             return path
         newest = newest_before(self.folder, step)

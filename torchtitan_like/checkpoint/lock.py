@@ -15,10 +15,10 @@ from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.run_directory import LOCK
 
 logger = logging.getLogger()
 
-LOCK = "run.lock"
 Holder = dict[str, Any]
 
 

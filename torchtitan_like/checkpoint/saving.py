@@ -35,6 +35,7 @@ from torchtitan_like.checkpoint.probes import (
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.run_directory import CONFIG, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
@@ -100,7 +101,7 @@ class StepWriter:
         on_published: called on rank 0 with the form, the path, and the duration in seconds.
         """
         start_time = time.monotonic()
-        final = save.folder / f"step-{step}{save.suffix}"
+        final = save.folder / f"{step_name(step)}{save.suffix}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts while it writes
             warn_of_overflow(tensors, save.dtype)
@@ -150,7 +151,7 @@ class StepWriter:
     def _write_files(
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
     ) -> dict[str, FileRecord]:
-        config = staged / "config.toml"
+        config = staged / CONFIG
         records = {
             config.name: self._votes.run_on_leader(lambda: write_file(config, config_toml.encode()))
         }

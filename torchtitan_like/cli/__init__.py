@@ -8,7 +8,6 @@ prints output; other packages do the work.
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
+from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
 
@@ -249,10 +249,10 @@ def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> st
 
 def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
     names = [command.name.split()[-1] for command in commands]
-    similar = difflib.get_close_matches(name, names, n=1)
+    similar = nearest(name, names)
     remedy = f"Run `{prog} --help` for the list."
     if similar:
-        remedy = f"Did you mean `{prog} {similar[0]}`?"
+        remedy = f"Did you mean `{prog} {similar}`?"
     return f"{prog}: there is no command {name!r}. {remedy}"
 
 

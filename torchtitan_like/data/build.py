@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_like.config.datasets import datasets_for
-from torchtitan_like.config.problems import nearest
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 from torchtitan_like.data.batches.training import StepPositions, TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
@@ -51,6 +50,7 @@ from torchtitan_like.data.tokens.token_cache import (
 from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.suggestions import did_you_mean
 
 logger = logging.getLogger()
 
@@ -205,7 +205,7 @@ def resolve_sources(
         table = "data.sources" if name == "training" else "validation.sources"
         hints = [
             f"expected one of {', '.join(datasets)}",
-            nearest(dataset, datasets),
+            did_you_mean(dataset, datasets),
             f"give your own text as {name}.dataset_path or in [{table}.<name>]",
         ]
         raise DataError(f"{name}.dataset is {dataset!r}: {'; '.join(filter(None, hints))}")

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchtitan_like.util.host_memory import GIB, available_bytes
+from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.units import GIB
 
 SMALLEST = 1024  # bytes; smaller storages stay on the device
 _PLAIN = (Tensor, nn.Parameter)

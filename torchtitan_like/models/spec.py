@@ -10,7 +10,6 @@ import importlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import (
@@ -27,6 +26,7 @@ from typing import (
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
 from torchtitan_like.models.upcycling import Upcycling
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -270,8 +270,8 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
 
 
 def _suggestion(name: str, candidates: list[str]) -> str:
-    near = get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f" (perhaps {near[0]!r})" if near else ""
+    remedy = did_you_mean(name, candidates)
+    return f" ({remedy})" if remedy else ""
 
 
 def _has_type(value: object, hint: Any) -> bool:

@@ -58,7 +58,7 @@ def build_sinks(
     folder: Path,
     rank: int,
     failures: WriteFailures,
-    run_config: Mapping[str, object] | None = None,
+    run_config: Mapping[str, object],
 ) -> list[Sink]:
     """Build the sinks of a rank: the console, and dashboards on rank 0 or on all ranks.
 
@@ -72,7 +72,7 @@ def build_sinks(
                 sinks.append(TensorBoard(dashboards, rank, failures=failures))
         if section.enable_wandb:
             with failures.recording(dashboards):
-                sinks.append(WeightsAndBiases(dashboards, run_config or {}))
+                sinks.append(WeightsAndBiases(dashboards, run_config))
     return [*sinks, Console(use_colors(section.disable_color_printing))]
 
 

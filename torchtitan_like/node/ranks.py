@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_like.distributed.printflock import printflock
 from torchtitan_like.node.machine import host_name
-from torchtitan_like.util.host_memory import GIB
+from torchtitan_like.util.units import GIB
 
 # Environment variables of each launcher: rank, number of ranks, rank on this machine.
 LAUNCHERS = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_like.report.files import newest_rows, step_seconds
+from torchtitan_like.util.run_directory import EVENTS, METRICS
 from torchtitan_like.util.units import format_duration
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the best interval
@@ -24,9 +25,9 @@ class Times(NamedTuple):
 
 def measure_times(run: Path) -> Times:
     """Measure a run's newest full checkpoints and steps. Raises ValueError if it has too few."""
-    events = newest_rows(run / "events.jsonl")
+    events = newest_rows(run / EVENTS)
     saves = [e["seconds"] for e in events if e["event"] == "save" and e["form"] == "full"]
-    steps = step_seconds(newest_rows(run / "metrics.jsonl"))
+    steps = step_seconds(newest_rows(run / METRICS))
     if not (saves and steps):
         raise ValueError(
             f"{run} has {len(saves)} full checkpoints and {len(steps) + 1} steps. Expected at least one "

@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.run_directory import EXIT, read_exit
+from torchtitan_like.util.run_directory import EXIT, STARTS, read_exit
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-CRASH = 1
 # Ends after which the same command may succeed. All others need a person, or nothing.
 WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
-STARTS = "slurm.json"  # in the run directory: starts in a row without a new checkpoint
 
 
 def parse_config(text: str) -> dict[str, Any]:

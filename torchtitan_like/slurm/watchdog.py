@@ -15,8 +15,7 @@ from torchtitan_like.report.disk import (
     free_space,
     newest_checkpoint,
 )
-
-GIB = 2**30
+from torchtitan_like.util.units import GIB
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+CRASH = 1  # any error that the ranks did not agree on; without an exit.json
+
 
 class ExitCode(IntEnum):
     """Each name in lower case is the `reason` in exit.json."""

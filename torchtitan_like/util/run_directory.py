@@ -5,7 +5,10 @@
     validation.jsonl       one row per validation
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
+    slurm.json             starts of a Slurm job in a row without a new checkpoint
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run
+    <checkpoint.folder>/   run.lock
+        step-<n>/          manifest.json, config.toml; PIN: prevents its deletion
     attempts/<n>/          one start of all ranks of the job; 0: errors of starts without a number
         config.toml        environment/
         logs/rank<r>.log   heartbeat/rank-<r>.json
@@ -19,6 +22,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -37,8 +41,15 @@ METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 EVENTS = "events.jsonl"
 EXIT = "exit.json"
+STARTS = "slurm.json"
 EXPORT_SWITCH = "EXPORT"  # `resilience` names the other two
 ATTEMPTS = "attempts"
+
+# In the folder of the checkpoints, and in each of them.
+LOCK = "run.lock"
+STEP = re.compile(r"step-(\d+)")
+MANIFEST = "manifest.json"
+PIN = "PIN"  # users may write a reason into it
 
 # In the folder of an attempt.
 ENVIRONMENT = "environment"
@@ -116,6 +127,20 @@ def write_exit_for_launcher(end: RunEnd) -> None:
         write_exit(Path(folder), end)
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
+
+
+# ---- checkpoints
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder, or None if it is another name."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 # ---- attempts

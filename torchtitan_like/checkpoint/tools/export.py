@@ -14,13 +14,14 @@ from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
-from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
+from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import CONFIG, file_records, read_manifest
+from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import FAILED, add_json_flag, positive_int
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from torchtitan_like.data.step_samples import StepSample
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
                 f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
                 "manifest.json that has a data position: check the path"
             )
-        config = load_stored_config(checkpoint / "config.toml", arguments.settings)
+        config = load_stored_config(checkpoint / CONFIG, arguments.settings)
         tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
         content = read_step(
             config.training,

@@ -16,6 +16,7 @@ the source's name, so that it does not depend on the other sources.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -103,13 +104,13 @@ class SampleOrder:
         self.starts = np.cumsum([0, *self._sizes])
         self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
-        self.start_at(Origin(0, {}))
+        self.origin = Origin(0, {})
+        self._segments, self.end = self._plan()
 
     def start_at(self, origin: Origin) -> None:
         """Start the pattern at ``origin``. Positions before it become invalid."""
         self.origin = origin
         self._segments, self.end = self._plan()
-        self._segment_starts = np.array([segment.start for segment in self._segments], np.int64)
 
     def with_origin(self, origin: Origin) -> SampleOrder:
         """Return a copy with another origin."""
@@ -140,7 +141,8 @@ class SampleOrder:
         """
         source = np.full(positions.shape, -1, np.int64)
         count = np.zeros(positions.shape, np.int64)
-        number = np.searchsorted(self._segment_starts, positions, side="right") - 1
+        starts = np.array([segment.start for segment in self._segments], np.int64)
+        number = np.searchsorted(starts, positions, side="right") - 1
         if self.end is not None:
             number[positions >= self.end] = -1
         for index in np.unique(number[number >= 0]):
@@ -212,8 +214,8 @@ class SampleOrder:
                 weights |= later.pop(0)[1]
 
     def _segment_at(self, position: int) -> _Segment:
-        index = np.searchsorted(self._segment_starts, position, side="right") - 1
-        return self._segments[int(index)]
+        index = bisect_right(self._segments, position, key=lambda segment: segment.start) - 1
+        return self._segments[index]
 
     @staticmethod
     def _counts(segment: _Segment, position: int) -> Indices:

@@ -128,7 +128,10 @@ class StreamedSamples(JoinedSamples):
         self._makes_windows_ahead = makes_windows_ahead
         self._thread: threading.Thread | None = None
         self._thread_window = -1  # the first window that the thread makes
-        self.go_to(0, 0)
+        self._first = 0  # the window to continue with
+        self._starts = [0]  # number of samples before each opened window
+        self._num_deleted = 0
+        self._open: dict[int, PackedSamples | None] = {}
 
     def __str__(self) -> str:
         return f"({self.corpus.folder}): streamed, {', '.join(self.identity.values())}"
@@ -138,7 +141,7 @@ class StreamedSamples(JoinedSamples):
         self._first = window
         self._starts = [start]
         self._num_deleted = 0
-        self._open: dict[int, PackedSamples | None] = {}
+        self._open = {}
 
     def cursor(self, count: int) -> tuple[int, int]:
         """Return the arguments of `go_to` that continue after ``count`` samples."""
