@@ -11,7 +11,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import read_manifest
+from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import JobConfig, load_stored_config
 from torchtitan_like.data.errors import TokenizerError
@@ -42,7 +42,7 @@ def continue_prompt(
     if read_manifest(step) is None:
         raise CheckpointError(
             f"{step} is not a checkpoint: it has no {MANIFEST}. Expected a published step-N: "
-            "check the path"
+            f"{suggest_step(step)}"
         )
     config = load_stored_config(step / CONFIG)
     import_custom(config, custom_import)

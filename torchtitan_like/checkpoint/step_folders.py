@@ -191,6 +191,28 @@ def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
     return _matching_folders(folder, STEP)
 
 
+def newest_below(path: Path) -> Path | None:
+    """Return the newest step in `path`, or else in a folder of `path`; None if there is none."""
+    for pattern in (f"step-*/{MANIFEST}", f"*/step-*/{MANIFEST}"):
+        folders = [manifest.parent for manifest in path.glob(pattern)]
+        steps = [(int(m[1]), folder) for folder in folders if (m := STEP.fullmatch(folder.name))]
+        if steps:
+            return max(steps)[1]
+    return None
+
+
+def suggest_step(path: Path) -> str:
+    """Return a remedy for a path that is not a step: a step below it, if there is one."""
+    newest = newest_below(path)
+    return "check the path" if newest is None else f"give a step, such as {newest}"
+
+
+def suggest_folder(path: Path) -> str:
+    """Return a remedy for a path without steps: the checkpoint folder below it, if there is one."""
+    newest = newest_below(path)
+    return "check the path" if newest is None else f"give {newest.parent}"
+
+
 def superseded_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and exports that `supersede_later` has renamed, with their numbers."""
     parents = (folder, folder / HF_EXPORTS)

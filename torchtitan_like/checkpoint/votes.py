@@ -8,6 +8,7 @@ from typing import TypeVar
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.os_errors import describe_os_error
 
 T = TypeVar("T")
 # Subclasses of CheckpointError that keep their class on all ranks. Others become CheckpointError.
@@ -52,6 +53,8 @@ def _run(action: Callable[[], T], rank: int) -> T:
         problem = _error_class(cause)(str(cause))
     except CheckpointError as error:
         problem = _error_class(error)(str(error))
+    except OSError as error:
+        problem = CheckpointError(f"rank {rank}: {describe_os_error(error)}")
     except Exception as error:
         problem = CheckpointError(f"rank {rank}: {type(error).__name__}: {error}")
     # The new error must not keep alive what `action` uses: neither through the context that a

@@ -19,6 +19,7 @@ from torchtitan_like.util.output import OutputError, checked_stdout, open_closed
 from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
+HELP = ("--help", "-h", "help")
 
 
 class Command(NamedTuple):
@@ -184,7 +185,7 @@ def _run(words: list[str]) -> int:
     prog = "titan"
     commands: Sequence[Command] = COMMANDS
     while True:
-        if not words or words[0] in ("-h", "--help"):
+        if not words or words[0] in HELP:
             if not words:
                 show_error(help_text(prog, commands), end="")
                 return USAGE_ERROR
@@ -248,7 +249,9 @@ def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> st
 
 
 def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
-    names = [command.name.split()[-1] for command in commands]
+    names = [*(command.name.split()[-1] for command in commands), "--help"]
+    if commands is COMMANDS:
+        names.append("--version")
     similar = nearest(name, names)
     remedy = f"Run `{prog} --help` for the list."
     if similar:

@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.run_directory import EXIT, STARTS, read_exit
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
+from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config, read_exit
 
 # Ends after which the same command may succeed. All others need a person, or nothing.
 WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
+NEEDED = (
+    ("job", "dump_folder"),
+    ("training", "steps"),
+    ("checkpoint", "enable"),
+    ("checkpoint", "folder"),
+    ("resilience", "kill_switch_path"),
+)
 
 
-def parse_config(text: str) -> dict[str, Any]:
-    """Parse a resolved configuration."""
-    config: dict[str, Any] = tomllib.loads(text)
+def read_job_config(stream: TextIO) -> dict[str, Any]:
+    """Read a resolved configuration. Raises ValueError unless it has all settings of a job."""
+    try:
+        config = parse_config(stream.read())
+        for section, key in NEEDED:
+            if key not in config.get(section, {}):
+                raise ValueError(f"{section}.{key} is missing")
+    except ValueError as error:
+        raise ValueError(
+            f"The standard input is not a resolved configuration: {error}. Expected the output of "
+            "titan check, or the config.toml of a run. Send it, as train.slurm does."
+        ) from error
     return config
 
 
 def before(config: dict[str, Any]) -> int:
     """Print the step to continue from, or `none`. Returns 0.
 
-    Builds nothing, so that the tasks of a queue end in seconds.
+    Builds nothing, so that the tasks of a queue end in seconds. Raises ValueError if
+    MAX_STALLED_STARTS is not a number, CheckpointError, OSError.
     """
+    _max_stalled_starts()  # an error now, not after the run
     switch = _kill_switch(config)
     step = _newest_step(config)
     last = int(config["training"]["steps"])
@@ -53,7 +66,8 @@ def before(config: dict[str, Any]) -> int:
 def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     """Print the exit code of the job. Returns 0 if it is over, and 75 to queue it again.
 
-    first: the step that the job continued from.
+    first: the step that the job continued from. Raises ValueError if MAX_STALLED_STARTS is not a number,
+    CheckpointError.
     """
     folder = _run_folder(config)
     step = _newest_step(config)
@@ -91,8 +105,7 @@ def _reason_to_end(
 ) -> str | None:
     """Return why the job is not queued again; None if it is."""
     switch = _kill_switch(config)
-    old_limit = os.environ.get("MAX_IN_VAIN", "3")  # the name in earlier versions
-    max_stalled = int(os.environ.get("MAX_STALLED_STARTS", old_limit))
+    max_stalled = _max_stalled_starts()
     starts = (
         f"{num_stalled} starts in a row have saved no new checkpoint "
         f"(MAX_STALLED_STARTS={max_stalled})"
@@ -108,6 +121,16 @@ def _reason_to_end(
         and bool(uncounted),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+def _max_stalled_starts() -> int:
+    old_name = os.environ.get("MAX_IN_VAIN", "3")
+    text = os.environ.get("MAX_STALLED_STARTS", old_name)
+    if not text.isdecimal():
+        raise ValueError(
+            f"MAX_STALLED_STARTS is {text!r}. Expected a number of starts. Correct it."
+        )
+    return int(text)
 
 
 def _run_folder(config: dict[str, Any]) -> Path:
@@ -130,12 +153,13 @@ def _newest_step(config: dict[str, Any]) -> int:
 def _count_stalled_starts(folder: Path) -> int:
     """Return how many consecutive starts of this job have saved no new checkpoint."""
     try:
-        content = json.loads((folder / STARTS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        content = read_json(folder / STARTS)
+        check_kinds(content, {"in_vain": INTEGER, "stalled_starts": INTEGER})
+    except (OSError, ValueError, AttributeError):
         return 0
-    if content["job"] != os.environ.get("SLURM_JOB_ID"):
-        return 0
-    return int(content["stalled_starts"] if "stalled_starts" in content else content["in_vain"])
+    is_of_this_job = content.get("job") == os.environ.get("SLURM_JOB_ID")
+    num_stalled = content.get("stalled_starts", content.get("in_vain"))
+    return int(num_stalled or 0) if is_of_this_job else 0
 
 
 def _write_starts(folder: Path, num_stalled: int) -> None:

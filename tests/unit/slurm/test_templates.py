@@ -464,6 +464,32 @@ def test_a_job_without_start_count_needs_progress_to_requeue(
     )
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"job": "4711", "in_vain": "x"}', "3"])
+def test_a_malformed_count_of_starts_is_zero(config, text: str) -> None:
+    folder = Path(config["job"]["dump_folder"])
+    folder.mkdir()
+    (folder / job.STARTS).write_text(text)
+    assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
+
+
+@pytest.mark.parametrize(
+    ("decision", "output", "code", "is_requeued"),
+    [(0, "65", 65, False), (75, "75", 75, True), (78, "", 78, False), (1, "", 1, False)],
+)
+def test_a_job_is_queued_again_only_by_decision(
+    slurm: Path, tmp_path: Path, decision: int, output: str, code: int, is_requeued: bool
+) -> None:
+    """If `titan slurm after` fails, the job must not start forever."""
+    (tmp_path / "bin/titan").write_text(
+        f'#!/bin/sh\n[ "$2" != before ] || echo 0\n[ "$2" != after ] || {{ echo {output}; exit {decision}; }}\n'
+    )
+    done = bash(
+        "train.slurm", "--job.config_file", "x.toml", SLURM_JOB_ID="7", FAKE_OUTPUT="echo RUNNING"
+    )
+    assert done.returncode == code, done.stderr
+    assert ("scontrol requeue 7" in slurm.read_text().splitlines()) == is_requeued
+
+
 def test_starts_without_progress_are_limited(config, monkeypatch) -> None:
     assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
     monkeypatch.setenv("SLURM_JOB_ID", "4712")

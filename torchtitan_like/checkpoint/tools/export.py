@@ -16,7 +16,7 @@ from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
 from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
+from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.checkpoint.unpickle import CheckedReader
@@ -47,8 +47,8 @@ def export_step(
     manifest = read_manifest(step)
     if manifest is None or manifest["kind"] == "hf":
         raise CheckpointError(
-            f"{step} is not a published step. Expected a step-N, full or weights only: check the "
-            "path"
+            f"{step} is not a published step. Expected a step-N, full or weights only: "
+            f"{suggest_step(step)}"
         )
     identity, _ = identify(step)
     output = StagedOutput(out)

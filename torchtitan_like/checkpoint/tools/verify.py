@@ -17,6 +17,7 @@ from torchtitan_like.checkpoint.step_folders import (
     all_steps,
     file_records,
     read_manifest,
+    suggest_folder,
 )
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import MANIFEST, PIN
@@ -70,7 +71,7 @@ def find_steps(path: Path) -> list[StepFolder]:
     if not steps:
         raise CheckpointError(
             f"{path} contains no checkpoint. Expected a step with {MANIFEST}, or a folder of such "
-            "steps: check the path"
+            f"steps: {suggest_folder(path)}"
         )
     return steps
 

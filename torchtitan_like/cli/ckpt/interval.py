@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, positive_int, positive_number
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import positive_int, positive_number, run_report
 
 EXAMPLE = "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
 
@@ -46,24 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
     from torchtitan_like.report.interval import interval_table, measure_times
 
-    save, step = arguments.save_seconds, arguments.step_seconds
-    try:
+    def action() -> int:
+        save, step = arguments.save_seconds, arguments.step_seconds
         if arguments.run:
             times = measure_times(arguments.run)
             save, step = save or times.save_seconds, step or times.step_seconds
             print(
-                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from {times.num_saves:,} "
-                f"checkpoints and {times.num_steps:,} steps of {arguments.run}"
+                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from "
+                f"{times.num_checkpoints:,} checkpoints and {times.num_steps:,} steps of "
+                f"{arguments.run}"
             )
-    except (OSError, ValueError) as error:
-        show_error(str(error))
-        return FAILED
-    if not (save and step):
-        show_error(
-            "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
-            "--step-seconds, or --run: add them"
-        )
-        return FAILED
-    lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
-    print("\n".join(lines))
-    return 0
+        if not (save and step):
+            raise ValueError(
+                "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
+                "--step-seconds, or --run: add them"
+            )
+        lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
+        print("\n".join(lines))
+        return 0
+
+    return run_report(action)

@@ -93,6 +93,19 @@ class StepPositions:
             position = stop
         return np.concatenate(pieces)
 
+    def position_after(self, position: int, num_steps: int) -> int:
+        """Return the position after ``num_steps`` steps that start at or after ``position``."""
+        while num_steps:
+            positions = self.positions_from(position)
+            first, size = int(positions[0]), len(positions)
+            # Steps up to the next batch size or skipped range are equal: pass them at once.
+            borders = [start for _, start, _ in self._levels] + [r.start for r in self._skipped]
+            border = min((start for start in borders if start > first), default=None)
+            num_equal = num_steps if border is None else min(num_steps, (border - first) // size)
+            position = first + num_equal * size if num_equal else int(positions[-1]) + 1
+            num_steps -= max(1, num_equal)
+        return position
+
     def _grid(self, num_steps: int) -> int:
         """Return the position after ``num_steps`` steps if no step is skipped."""
         index = bisect_right(self._levels, num_steps, key=lambda level: level[0]) - 1
@@ -303,10 +316,7 @@ class TrainBatches:
 
     def skip(self, num_steps: int) -> None:
         """Advance by ``num_steps`` steps without reading them."""
-        position = self.position
-        for _ in range(num_steps):
-            position = int(self.steps.positions_from(position)[-1]) + 1
-        self._go_to(position)
+        self._go_to(self.steps.position_after(self.position, num_steps))
 
     def next_positions(self) -> NDArray[np.int64]:
         """Return the positions (samples,) that the next step reads on all ranks."""
