@@ -1,7 +1,8 @@
 """One interface for Hugging Face tokenizers (``tokenizer.json``) and tiktoken files (``.model``).
 
 Text never becomes special tokens: the characters of a special token in a document are encoded as
-ordinary tokens. The caller adds BOS and EOS.
+ordinary tokens. The caller adds BOS and EOS. Only `encode_with_specials` is for text that contains
+special tokens, such as a rendered chat template.
 
 ``bos_token`` and ``eos_token`` of ``tokenizer_config.json`` or ``special_tokens_map.json``, next to
 the vocabulary, define BOS and EOS; ``null`` means none. Without these entries, common names are
@@ -126,6 +127,10 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """Return the token ids of ``text``, without BOS and EOS."""
         return self.encode_batch([text])[0].tolist()
+
+    @abstractmethod
+    def encode_with_specials(self, text: str) -> list[int]:
+        """As `encode`, but the names of special tokens in ``text`` become these tokens."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
@@ -271,6 +276,13 @@ class _HuggingFaceTokenizer(Tokenizer):
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encoded]
 
+    def encode_with_specials(self, text: str) -> list[int]:
+        self._inner.encode_special_tokens = False
+        try:
+            return list(self._inner.encode(text, add_special_tokens=False).ids)
+        finally:
+            self._inner.encode_special_tokens = True
+
     def decode(self, ids: Sequence[int]) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
@@ -310,6 +322,9 @@ class _TiktokenTokenizer(Tokenizer):
         for piece in _split_long_runs(text) if _has_long_run(text) else (text,):
             ids.frombytes(self._inner.encode_to_numpy(piece, disallowed_special=()).tobytes())
         return ids
+
+    def encode_with_specials(self, text: str) -> list[int]:
+        return self._inner.encode(text, allowed_special="all")
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._inner.decode(list(ids))
