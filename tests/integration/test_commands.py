@@ -282,6 +282,7 @@ CHECKS = {
         [words[5].partition("=")[2], "--world-size", "24", *words[7:]]
     ),
     "titan data ": lambda words: parse_titan(words[1:]),
+    "titan generate ": lambda words: parse_titan(words[1:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),

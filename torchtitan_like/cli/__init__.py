@@ -152,7 +152,7 @@ COMMANDS = (
         verbs=CKPT,
     ),
     Command(
-        "generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"
+        "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
     ),
     Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )

@@ -1,131 +1,162 @@
-"""Continue a prompt with the weights of a checkpoint, in one process."""
+"""Continue token sequences with a model: batches, sampling, and the end of each sequence."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby
+from typing import Literal, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from torchtitan_like.build import identify
-from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.start import Start, format_of
-from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.config import JobConfig, load_stored_config
-from torchtitan_like.data.errors import TokenizerError
-from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.distributed.data_parallel import DTYPES
-from torchtitan_like.distributed.initialize import materialize
-from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.stored_config import find_assets, import_custom
+from torchtitan_like.models.layers.kv_cache import CachedModel
+from torchtitan_like.util.splitmix import mix64
+
+FinishReason = Literal["eos", "stop", "length", "context"]
 
 
-def continue_prompt(
-    step: Path,
-    prompt: str,
-    *,
-    assets: str | None = None,
-    custom_import: str = "",
-    num_tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-) -> str:
-    """Return `prompt` and its continuation by the model of a published step.
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose the next token.
 
-    assets: the tokenizer's folder; None: the folder in the step's config. custom_import: see
-    `stored_config.import_custom`. Raises CheckpointError, ConfigError, TokenizerError.
+    temperature: divides the logits; 0 always takes the most likely token.
+    top_k: choose among the `top_k` most likely tokens; None: among all.
+    top_p: of these, choose among the fewest most likely tokens with this probability together
+        (nucleus sampling, arXiv:1904.09751).
+    seed: prompt i gets the same tokens for the same seed, in any batch.
     """
-    if read_manifest(step) is None:
-        raise CheckpointError(
-            f"{step} is not a checkpoint: it has no manifest.json. Expected a published step-N: "
-            "check the path"
-        )
-    config = load_stored_config(step / "config.toml")
-    import_custom(config, custom_import)
-    folder = Path(assets or find_assets(config.model.tokenizer_folder, step))
-    if not folder.expanduser().exists():
-        raise TokenizerError(
-            f"there is no tokenizer at {folder}. Expected the tokenizer of the model: give its "
-            "folder with --assets"
-        )
-    tokenizer = load_tokenizer(folder)
-    model = load_model(step, config, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    torch.manual_seed(seed)
-    ids = tokenizer.encode(prompt)
-    if tokenizer.bos_id is not None and config.data.add_bos:
-        ids = [tokenizer.bos_id, *ids]
-    if not ids:
-        raise TokenizerError(
-            "the prompt is empty. Expected text, because the model was trained without a "
-            "beginning-of-text token: give a --prompt"
-        )
-    identity = identify(config.model)
-    limits = identity.spec.constraints(identity.args)
-    new_ids = generate(
-        model,
-        ids,
-        num_tokens=num_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        stop=tokenizer.eos_id,
-        window=limits.get("max_seq_len", config.training.seq_len),
-    )
-    return prompt + decode_continuation(tokenizer, ids, new_ids)
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
 
 
-def load_model(step: Path, config: JobConfig, device: torch.device) -> torch.nn.Module:
-    """Build the config's model in its stored dtype and load the weights. Raises CheckpointError."""
-    identity = identify(config.model)
-    with torch.device("meta"):
-        model = identity.spec.build(identity.args).to(DTYPES[config.training.dtype])
-    materialize(model, device)
-    stored_format = format_of(step) or "step"
-    manifest = read_manifest(step)
-    start = Start("warm", 0, step, "named on the command line", None, stored_format, manifest)
-    load_states(start, {"model": ModelState([model])}, Votes(HostGroup.alone()), identity)
-    return model.eval()
+class Continuation(NamedTuple):
+    """The new tokens of a sequence.
+
+    finish_reason: "eos": the model ended the text (`ids` does not contain that token); "stop": the
+        caller did; "length": `num_tokens` are reached; "context": the model's context is full.
+    """
+
+    ids: list[int]
+    finish_reason: FinishReason
 
 
 @torch.no_grad()
 def generate(
-    model: torch.nn.Module,
-    prompt: list[int],
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
     *,
     num_tokens: int,
-    temperature: float,
-    top_k: int,
-    stop: int | None,
-    window: int,
-) -> list[int]:
-    """Sample up to `num_tokens` ids after `prompt`.
+    sampling: Sampling,
+    context: int,
+    eos_id: int | None = None,
+    is_stopped: Callable[[int, list[int]], bool] = lambda index, ids: False,
+    batch_size: int = 8,
+) -> list[Continuation]:
+    """Sample up to `num_tokens` ids after each prompt.
 
-    temperature: 0 always takes the most likely token. stop: the id that ends the text. window: the
-    maximum number of tokens in the model's input.
+    prompts: at least one token each, and fewer than `context`.
+    context: maximum number of tokens of a prompt and its continuation.
+    is_stopped: receives the index of a prompt and its new ids after each token; True ends the text.
+    batch_size: prompts that are computed together; those of similar length share a batch.
     """
-    device = next(model.parameters()).device
-    tokens = torch.tensor([prompt], device=device)
-    for _ in range(num_tokens):
-        logits = model(tokens[:, -window:])[0, -1].float()
-        if temperature == 0:
-            next_token = logits.argmax(keepdim=True)
-        else:
-            likeliest = torch.topk(logits, min(top_k, logits.numel()))
-            probabilities = torch.softmax(likeliest.values / temperature, dim=0)
-            next_token = likeliest.indices[torch.multinomial(probabilities, 1)]
-        if stop is not None and next_token.item() == stop:
+    ids: list[list[int]] = [[] for _ in prompts]
+    reasons: dict[int, FinishReason] = {}
+
+    def add(index: int, token: int) -> FinishReason | None:
+        if token == eos_id:
+            return "eos"
+        ids[index].append(token)
+        if is_stopped(index, ids[index]):
+            return "stop"
+        if len(ids[index]) == num_tokens:
+            return "length"
+        return "context" if len(prompts[index]) + len(ids[index]) == context else None
+
+    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    for start in range(0, len(prompts), batch_size):
+        indices = by_length[start : start + batch_size]
+        capacity = min(context, len(prompts[indices[-1]]) + num_tokens)
+        with CachedModel(model, len(indices), capacity) as cached:
+            logits = _prefill(cached, [prompts[index] for index in indices])
+            reasons |= _continue(cached, logits, indices, sampling, add)
+    return [Continuation(ids[index], reasons[index]) for index in range(len(prompts))]
+
+
+def _continue(
+    cached: CachedModel,
+    logits: Tensor,
+    indices: list[int],
+    sampling: Sampling,
+    add: Callable[[int, int], FinishReason | None],
+) -> dict[int, FinishReason]:
+    """Choose tokens until all texts have ended. Return why, by index of the prompt.
+
+    logits: after the prompts (rows, vocab). indices: the prompt of each row. add: appends a token
+    to a prompt, and returns why the text ends, if it does.
+    """
+    reasons: dict[int, FinishReason] = {}
+    for token_index in count():
+        uniform = uniform_numbers(sampling.seed, indices, token_index)
+        tokens = choose_tokens(logits, sampling, uniform)
+        remaining = []
+        for row, (index, token) in enumerate(zip(indices, tokens.tolist(), strict=True)):
+            reason = add(index, token)
+            if reason is None:
+                remaining.append(row)
+            else:
+                reasons[index] = reason
+        if not remaining:
             break
-        tokens = torch.cat([tokens, next_token[None]], dim=1)
-    return tokens[0, len(prompt) :].tolist()
+        if len(remaining) < len(indices):
+            cached.keep(remaining)
+            indices = [indices[row] for row in remaining]
+            tokens = tokens[remaining]
+        logits = cached.append(tokens[:, None])
+    return reasons
 
 
-def decode_continuation(tokenizer: Tokenizer, prompt: list[int], new_ids: list[int]) -> str:
-    """Return the text of `new_ids` after `prompt`.
+def _prefill(cached: CachedModel, prompts: Sequence[Sequence[int]]) -> Tensor:
+    """Append prompts, sorted by length, to the rows. Return the last logits (rows, vocab)."""
+    device = next(cached.model.parameters()).device
+    logits = []
+    first_row = 0
+    for _, group in groupby(prompts, len):
+        tokens = torch.tensor(list(group), device=device)
+        logits.append(cached.append(tokens, first_row))
+        first_row += tokens.shape[0]
+    return torch.cat(logits)
 
-    Both are decoded together: some tokenizers drop the space at the start of a text.
+
+def choose_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
+    """Return the next token of each row, int64 (rows,).
+
+    logits: (rows, vocab). uniform: float64 (rows,) in [0, 1), which decide between the tokens.
     """
-    before = tokenizer.decode(prompt)
-    text = tokenizer.decode([*prompt, *new_ids])
-    return text.removeprefix(before) if text.startswith(before) else tokenizer.decode(new_ids)
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    num_candidates = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
+    candidates = logits.double().topk(num_candidates, dim=-1)
+    probabilities = (candidates.values / sampling.temperature).softmax(-1)
+    before = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
+    cumulative = probabilities.cumsum(-1)
+    threshold = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
+    chosen = (cumulative <= threshold).sum(-1, keepdim=True)
+    return candidates.indices.gather(-1, chosen).squeeze(-1)
+
+
+def uniform_numbers(seed: int, prompt_indices: Sequence[int], token_index: int) -> Tensor:
+    """Return a random number in [0, 1) for a token of each prompt: float64 (prompts,) on the CPU.
+
+    They are a function of the arguments.
+    """
+    key = mix64(np.array([seed % 2**64], dtype=np.uint64))
+    of_prompts = mix64(key + np.array(prompt_indices, dtype=np.uint64))
+    bits = mix64(of_prompts + np.array([token_index], dtype=np.uint64))
+    # 52 bits: the product with a sum of probabilities is then always below the sum.
+    return torch.from_numpy((bits >> np.uint64(12)).astype(np.float64) * 2.0**-52)

@@ -147,7 +147,9 @@ FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
     "free space. Send the output elsewhere.\n"
 )
-WITH_JSON = {"ckpt ls", "ckpt show", "ckpt verify", "data show", "run ls", "run compare"}
+WITH_JSON = {
+    *("ckpt ls", "ckpt show", "ckpt verify", "data show", "generate", "run ls", "run compare"),
+}
 
 
 def printing_words() -> list[str]:
