@@ -250,6 +250,7 @@ def test_every_documented_command_has_a_test() -> None:
         "./run_train.sh",
         "./run_tests.sh",
         "env '|' grep ",
+        "pip install ",
         *commands_in_other_tests,
         *CHECKS,
     )
@@ -282,6 +283,7 @@ CHECKS = {
         [words[5].partition("=")[2], "--world-size", "24", *words[7:]]
     ),
     "titan data ": lambda words: parse_titan(words[1:]),
+    "titan eval ": lambda words: parse_titan(words[1:]),
     "titan generate ": lambda words: parse_titan(words[1:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),

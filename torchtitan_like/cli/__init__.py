@@ -154,6 +154,7 @@ COMMANDS = (
     Command(
         "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
     ),
+    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "eval"),
     Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 

@@ -95,8 +95,7 @@ def encode_prompts(loaded: LoadedModel, prompts: Sequence[Prompt]) -> list[list[
     that leaves no room in the model's context, and for messages without a template.
     """
     tokenizer = loaded.tokenizer
-    folder = loaded.assets if loaded.assets.is_dir() else loaded.assets.parent
-    template = ChatTemplate(folder) if any(prompt.messages for prompt in prompts) else None
+    template = ChatTemplate(loaded.assets) if any(prompt.messages for prompt in prompts) else None
     encoded = []
     for number, prompt in enumerate(prompts, start=1):
         if prompt.messages:
@@ -151,20 +150,20 @@ def complete(
         num_tokens=num_tokens,
         sampling=sampling,
         context=loaded.context,
-        eos_id=tokenizer.eos_id,
+        end_ids=loaded.end_ids,
         is_stopped=is_stopped,
         batch_size=batch_size,
     )
     seconds = time.perf_counter() - start
     completions = []
     for prompt, (ids, reason) in zip(prompts, continuations, strict=True):
-        text = _before_stop(decode_continuation(tokenizer, prompt, ids), stop)
+        text = before_stop(decode_continuation(tokenizer, prompt, ids), stop)
         completions.append(Completion(text, len(prompt), len(ids), reason))
     return Completions(completions, seconds)
 
 
-def _before_stop(text: str, stop: Sequence[str]) -> str:
-    """Return the text before the first stop string in it."""
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return the text before the first string of `stop` in it."""
     ends = [text.index(string) for string in stop if string in text]
     return text[: min(ends, default=len(text))]
 

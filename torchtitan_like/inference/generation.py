@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import count, groupby
 from typing import Literal, NamedTuple
@@ -53,7 +53,7 @@ def generate(
     num_tokens: int,
     sampling: Sampling,
     context: int,
-    eos_id: int | None = None,
+    end_ids: Collection[int] = (),
     is_stopped: Callable[[int, list[int]], bool] = lambda index, ids: False,
     batch_size: int = 8,
 ) -> list[Continuation]:
@@ -61,6 +61,7 @@ def generate(
 
     prompts: at least one token each, and fewer than `context`.
     context: maximum number of tokens of a prompt and its continuation.
+    end_ids: tokens that end a text.
     is_stopped: receives the index of a prompt and its new ids after each token; True ends the text.
     batch_size: prompts that are computed together; those of similar length share a batch.
     """
@@ -68,7 +69,7 @@ def generate(
     reasons: dict[int, FinishReason] = {}
 
     def add(index: int, token: int) -> FinishReason | None:
-        if token == eos_id:
+        if token in end_ids:
             return "eos"
         ids[index].append(token)
         if is_stopped(index, ids[index]):

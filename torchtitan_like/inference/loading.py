@@ -39,8 +39,9 @@ TIMEOUT = timedelta(hours=2)
 class LoadedModel:
     """A model that is ready to generate, and what its text needs.
 
-    assets: the tokenizer's folder or file.
+    assets: the tokenizer's folder.
     bos_id: token before each text, as in training; None: no token.
+    end_ids: tokens that end a text: the tokenizer's, and those in generation_config.json.
     context: maximum number of tokens of a text.
     step: the training step of the weights.
     """
@@ -49,6 +50,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     assets: Path
     bos_id: int | None
+    end_ids: frozenset[int]
     context: int
     step: int
     device: torch.device
@@ -98,6 +100,8 @@ def load_checkpoint(
             "folder with --assets"
         )
     tokenizer = load_tokenizer(folder)
+    folder = folder if folder.is_dir() else folder.parent
+    end_ids = _end_ids(folder, tokenizer)
     if dtype is None:
         dtype = _dtype_of_export(checkpoint) if is_export else config.training.dtype
     model = load_model(checkpoint, config, world, dtype)
@@ -108,6 +112,7 @@ def load_checkpoint(
         tokenizer,
         folder,
         tokenizer.bos_id if config.data.add_bos else None,
+        end_ids,
         limits.get("max_seq_len", config.training.seq_len),
         manifest["step"],
         world.device,
@@ -154,6 +159,22 @@ def _dtype_of_export(folder: Path) -> str:
             f"{path} has dtype {dtype!r}. Expected one of {', '.join(DTYPES)}: give --dtype"
         )
     return dtype
+
+
+def _end_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the tokens that end a text. Raises TokenizerError for a malformed file."""
+    end_ids = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            more = read_json(path).get("eos_token_id")
+            end_ids.update(more if isinstance(more, list) else () if more is None else (int(more),))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise TokenizerError(
+                f"{path} is malformed: {type(error).__name__} {error}. Expected an object with the "
+                "ids in eos_token_id: download it again"
+            ) from error
+    return frozenset(end_ids)
 
 
 def _check_heads(spec: ModelSpec, args: Any, num_ranks: int) -> None:

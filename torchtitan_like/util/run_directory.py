@@ -3,6 +3,7 @@
     config.toml            resolved configuration of the newest attempt
     metrics.jsonl          one row per step
     validation.jsonl       one row per validation
+    eval.jsonl             one row per checkpoint, task and metric of `titan eval`
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run
@@ -35,6 +36,7 @@ else:
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+EVALUATION = "eval.jsonl"
 EVENTS = "events.jsonl"
 EXIT = "exit.json"
 EXPORT_SWITCH = "EXPORT"  # `resilience` names the other two
@@ -116,6 +118,12 @@ def write_exit_for_launcher(end: RunEnd) -> None:
         write_exit(Path(folder), end)
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run directory that contains `path`, such as a checkpoint; None outside of runs."""
+    parents = path.resolve().parents
+    return next((parent for parent in parents if (parent / ATTEMPTS).is_dir()), None)
 
 
 # ---- attempts

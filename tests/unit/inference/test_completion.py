@@ -32,7 +32,14 @@ ASSETS = ROOT / "tests/assets/tokenizer"
 def loaded() -> LoadedModel:
     tokenizer = load_tokenizer(ASSETS)
     return LoadedModel(
-        nn.Linear(1, 1), tokenizer, ASSETS, tokenizer.bos_id, 64, 1, torch.device("cpu")
+        nn.Linear(1, 1),
+        tokenizer,
+        ASSETS,
+        tokenizer.bos_id,
+        frozenset(),
+        64,
+        1,
+        torch.device("cpu"),
     )
 
 

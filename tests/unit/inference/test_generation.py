@@ -69,7 +69,7 @@ class Counter(nn.Module):
 @pytest.mark.parametrize(
     ("options", "expected", "num_rows"),
     [
-        ({"eos_id": 5}, [([3, 4], "eos"), ([13, 14, 15, 16], "length")], [2, 2, 1]),
+        ({"end_ids": [5]}, [([3, 4], "eos"), ([13, 14, 15, 16], "length")], [2, 2, 1]),
         (
             {"is_stopped": lambda index, ids: index == 0 and ids[-1] == 4},
             [([3, 4], "stop"), ([13, 14, 15, 16], "length")],
