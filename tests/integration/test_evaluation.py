@@ -111,7 +111,7 @@ def run_harness(folder: Path, model: Any, model_args: Any = None) -> dict[str, A
         model_args=model_args,
         tasks=list(TASKS),
         device="cpu",
-        task_manager=TaskManager(include_path=str(folder / "tasks")),
+        task_manager=TaskManager(include_path=str(folder / "tasks"), include_defaults=False),
         bootstrap_iters=0,
     )
     return results
@@ -203,4 +203,4 @@ def test_random_weights_make_answers_differ(theirs: dict[str, Any]) -> None:
     scores = torch.tensor(
         [answer[0][0] for sample in theirs["samples"]["next_word"] for answer in sample["resps"]]
     )
-    assert scores.std() > 1 and scores.unique().numel() == scores.numel()
+    assert scores.std() > 1 and scores.unique().numel() > 30
