@@ -153,8 +153,9 @@ COMMANDS = (
         verbs=CKPT,
     ),
     Command(
-        "generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"
+        "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
     ),
+    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "eval"),
     Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 

@@ -306,6 +306,16 @@ def fit_positions(args: Any, num_positions: int) -> Any:
     return dataclasses.replace(args, max_seq_len=num_positions)
 
 
+def with_reference_attention(args: Any) -> Any:
+    """Return the sizes with attn_type = "sdpa", the kernel for any number of keys; see `kernels`.
+
+    All kernels compute the same function. A model without `attn_type` keeps its sizes.
+    """
+    if not any(field.name == "attn_type" for field in dataclasses.fields(args)):
+        return args
+    return dataclasses.replace(args, attn_type="sdpa")
+
+
 def has_documents(args: Any) -> bool:
     """Return True if attention ends at document borders."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"

@@ -3,6 +3,7 @@
     config.toml            resolved configuration of the newest attempt
     metrics.jsonl          one row per step
     validation.jsonl       one row per validation
+    eval.jsonl             one row per checkpoint, task and metric of `titan eval`
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
     slurm.json             starts of a Slurm job in a row without a new checkpoint
@@ -48,6 +49,7 @@ else:
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+EVALUATION = "eval.jsonl"
 EVENTS = "events.jsonl"
 EXIT = "exit.json"
 STARTS = "slurm.json"
@@ -161,6 +163,12 @@ def write_exit_for_launcher(end: RunEnd) -> None:
         write_exit(Path(folder), end)
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run directory that contains `path`, such as a checkpoint; None outside of runs."""
+    parents = path.resolve().parents
+    return next((parent for parent in parents if (parent / ATTEMPTS).is_dir()), None)
 
 
 # ---- checkpoints

@@ -9,7 +9,7 @@ import torch
 from tests.harness.hf_weights import gradients_per_expert, load_per_expert, to_external, to_native
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.generate import generate
+from torchtitan_like.inference.generation import Sampling, generate
 from torchtitan_like.models import InitRule, get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
 from torchtitan_like.models.layers.moe import Router
@@ -323,14 +323,10 @@ def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
 
 
-def test_generation_beyond_the_context_window():
-    """The window moves when the text is longer."""
+def test_generates_text():
     _, model = build({"vocab_size": 64, **SIGMOID})
-    sampling = {"temperature": 0.0, "top_k": 1, "stop": None, "window": 8}
-    new_ids = generate(model, [1, 2, 3], num_tokens=9, **sampling)
-    ids = torch.tensor([[1, 2, 3, *new_ids]])
+    (continuation,) = generate(model, [[1, 2, 3]], num_tokens=9, sampling=Sampling(), context=128)
+    ids = torch.tensor([[1, 2, 3, *continuation.ids]])
     with torch.no_grad():
-        expected = [
-            model(ids[:, max(end - 8, 0) : end])[0, -1].argmax().item() for end in range(3, 12)
-        ]
-    assert new_ids == expected
+        expected = [model(ids[:, :end])[0, -1].argmax().item() for end in range(3, 12)]
+    assert continuation.ids == expected

@@ -13,7 +13,7 @@ from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.generate import generate
+from torchtitan_like.inference.generation import Sampling, generate
 from torchtitan_like.models import resolve_args
 from torchtitan_like.models.layers.mtp import shift_labels, shift_tokens
 from torchtitan_like.models.spec import needs_positions
@@ -131,8 +131,8 @@ def test_evaluation_and_generation_ignore_it(mask_type):
     model.eval()
     loss = plain(tokens, labels, positions)
     assert torch.equal(model(tokens, labels, POSITIONS), loss)
-    sampling = {"temperature": 0.0, "top_k": 1, "stop": None, "window": 8}
-    texts = [generate(each, [1, 2, 3], num_tokens=4, **sampling) for each in (model, plain)]
+    limits = {"num_tokens": 4, "sampling": Sampling(), "context": 8}
+    texts = [generate(each, [[1, 2, 3]], **limits) for each in (model, plain)]
     assert texts[0] == texts[1]
 
 

@@ -88,8 +88,8 @@ class MTPDecoder(Decoder):
     ) -> Tensor:
         """As `Decoder.forward`. In training, with labels, return a `LossWithMTP`.
 
-        positions, where given, also limit the loss to labels of a token's own document. Attention
-        uses them only if it ends at document borders.
+        positions, where given, also limit the loss to labels of a token's own document. With
+        labels, attention uses them only if it ends at document borders.
         """
         if self.num_mtp_layers == 0:
             return super().forward(tokens, labels, positions)
@@ -98,10 +98,11 @@ class MTPDecoder(Decoder):
         ids = torch.cat([tokens, *(shift_tokens(tokens, depth) for depth in depths)])
         h, *embeddings = self.tok_embeddings(ids).chunk(1 + len(depths))
         mask = None
-        rotary_positions = None
-        if positions is not None and self.attention_mask is not None:
-            rotary_positions = positions
+        rotary_positions = positions
+        if self.attention_mask is not None and positions is not None:
             mask = self.attention_mask(positions, h.dtype, positions.shape[1])
+        elif labels is not None:
+            rotary_positions = None
         blocks = list(self.layers.values())
         for block in blocks[: -self.num_mtp_layers]:
             h = block(h, rotary_positions, mask)
