@@ -23,6 +23,7 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.shards import own_indices
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
@@ -256,6 +257,7 @@ def build_optimizer(
     *,
     total_steps: int,
     sections: Sections,
+    seed: int,
 ) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
     schedule = build_schedule(lr_scheduler, total_steps)
@@ -263,7 +265,9 @@ def build_optimizer(
     surroundings = Surroundings(
         spec.sharding,
         partial(MatrixOwners, group=world.all_ranks),
+        own_indices,
         torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
+        seed,
     )
     optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
     after_update = None

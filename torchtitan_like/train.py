@@ -227,6 +227,7 @@ class Trainer:
             self.spec,
             total_steps=config.training.steps,
             sections=sections,
+            seed=self.seed,
         )
         self.optimizer = optimization.optimizer
         for line in self.optimizer.describe():

@@ -6,7 +6,7 @@ import pytest
 
 from tests.distributed import test_matrix as dense
 from tests.distributed import test_moe as experts
-from tests.distributed.parity import compare, options, run_cell
+from tests.distributed.parity import LR, compare, options, run_cell
 from tests.harness.rank_pool import run_ranks
 
 # Name of a cell's optimizer -> settings that one rank has too.
@@ -16,15 +16,24 @@ OPTIMIZERS = {
         "optimizer.muon_adjust_lr_fn": "match_rms_adamw",
         "optimizer.no_weight_decay": "*norm*",
     },
+    "lion": {"optimizer.name": "Lion", "optimizer.lr": LR / 8},
+    "adamw": {},
 }
-# Optimizer -> settings by dtype: Muon's parity needs a computation in the dtype of the weights.
-OF_DTYPE = {"muon": lambda dtype: {"optimizer.muon_dtype": dtype}}
+# Optimizer -> settings by dtype. Parity needs a computation in the dtype of the weights. With
+# `state_dtype`, AdamW is this package's own.
+OF_DTYPE = {
+    "muon": lambda dtype: {"optimizer.muon_dtype": dtype},
+    "lion": lambda dtype: {},
+    "adamw": lambda dtype: {"optimizer.state_dtype": dtype},
+}
 LAYOUTS = {name: (dense, *row) for name, row in dense.LAYOUTS.items()} | {
     f"moe-{name}": (experts, *row) for name, row in experts.LAYOUTS.items()
 }
 EVERY_RUN = {
     "muon": ["fsdp", "hsdp", "simple-fsdp-tp", "tp", "cp-allgather", "pp-fsdp", "fsdp-tp",
              "moe-fsdp", "moe-ep-fsdp", "moe-ep-one-expert", "moe-ep-etp"],
+    "lion": ["fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
+    "adamw": ["hsdp"],
 }  # fmt: skip
 CELLS = [
     pytest.param(
@@ -36,7 +45,9 @@ CELLS = [
     for optimizer in OPTIMIZERS
     for layout, (_, num_ranks, _) in LAYOUTS.items()
     for dtype in ("float64", "float32")
-    if num_ranks <= 4 and not (dtype == "float32" and layout.startswith("moe"))
+    if num_ranks <= 4
+    and (optimizer == "muon" or layout in EVERY_RUN[optimizer])
+    and not (dtype == "float32" and layout.startswith("moe"))
 ]
 
 

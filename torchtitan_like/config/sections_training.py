@@ -77,7 +77,7 @@ class Model(Section):
         return self.tokenizer_path or self.assets_folder
 
 
-OptimizerName = Literal["Adam", "AdamW", "Muon"]
+OptimizerName = Literal["Adam", "AdamW", "Lion", "Muon"]
 
 
 def _in_use(*names: OptimizerName) -> Need:
@@ -87,6 +87,14 @@ def _in_use(*names: OptimizerName) -> Need:
         f"{one_of('name', *names).condition}, there or in a group",
         lambda _, config: not config.optimizer.names.isdisjoint(names),
     )
+
+
+_ADAM_IN_USE = _in_use("Adam", "AdamW")
+_HAS_BFLOAT16 = Need(
+    "training.dtype",
+    '{key} or optimizer.state_dtype = "bfloat16"',
+    lambda dtype, config: "bfloat16" in (dtype, config.optimizer.state_dtype),
+)
 
 
 class OptimizerGroup(Section):
@@ -113,13 +121,21 @@ class Optimizer(Section):
 
     name: OptimizerName = field(
         "AdamW",
-        "Optimizer: Adam; AdamW (decoupled weight decay); Muon for the matrices of hidden layers, "
+        "Optimizer: Adam; AdamW (decoupled weight decay); Lion; Muon for the matrices of hidden layers, "
         "with AdamW for all other parameters.",
     )
     lr: float = field(8e-4, "Peak learning rate. The schedule multiplies it.", gt=0)
-    beta1: float = field(0.9, "Decay of the running mean of gradients.", ge=0, lt=1)
-    beta2: float = field(0.95, "Decay of the running mean of squared gradients.", ge=0, lt=1)
-    eps: float = field(1e-8, "Added to the denominator of the update.", gt=0)
+    beta1: float = field(
+        0.9, "Adam's decay of the running mean of gradients.", ge=0, lt=1, needs=_ADAM_IN_USE
+    )
+    beta2: float = field(
+        0.95,
+        "Adam's decay of the running mean of squared gradients.",
+        ge=0,
+        lt=1,
+        needs=_ADAM_IN_USE,
+    )
+    eps: float = field(1e-8, "Added to the denominator of Adam's update.", gt=0, needs=_ADAM_IN_USE)
     weight_decay: float = field(
         0.1, "Weight decay. AdamW multiplies it with the learning rate.", ge=0
     )
@@ -141,6 +157,23 @@ class Optimizer(Section):
         needs=Need(
             "weight_decay", "{key} > 0", lambda _, config: config.optimizer.has_weight_decay
         ),
+    )
+    state_dtype: Literal["bfloat16", "float32", "float64"] | None = field(
+        None,
+        "Type of the running means of Adam, AdamW and Lion. Unset: training.dtype.",
+    )
+    bf16_rounding: Literal["nearest", "stochastic", "kahan"] = field(
+        "nearest",
+        "How Adam, AdamW and Lion round to bfloat16. stochastic: weights and states, up or down so "
+        "that the expectation is exact. kahan: keep the rounding error of the weights in a further "
+        "bfloat16 state.",
+        needs=_HAS_BFLOAT16,
+    )
+    lion_beta1: float = field(
+        0.9, "Weight of Lion's running mean in the update.", ge=0, lt=1, needs=_in_use("Lion")
+    )
+    lion_beta2: float = field(
+        0.99, "Decay of Lion's running mean of gradients.", ge=0, lt=1, needs=_in_use("Lion")
     )
     muon_momentum: float = field(
         0.95, "Decay of Muon's momentum.", ge=0, lt=1, needs=_in_use("Muon")

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from torchtitan_like.distributed.shards import shard_indices
+from torchtitan_like.distributed.shards import own_indices
 from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble
 
 if TYPE_CHECKING:
@@ -146,8 +146,7 @@ def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
 
     Raises ValueError if the result is not the local shape.
     """
-    coordinate = parameter.device_mesh.get_coordinate() if _is_dtensor(parameter) else ()
-    positions = shard_indices(parameter, coordinate)
+    positions = own_indices(parameter)
     expected = tuple(p.size for p in positions)
     actual = tuple(_owned(parameter)[0].shape)
     if expected != actual:

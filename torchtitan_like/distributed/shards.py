@@ -38,3 +38,9 @@ def shard_indices(parameter: Any, coordinate: Sequence[int]) -> list[npt.NDArray
         )
         positions[placement.dim] = shards[coordinate[mesh_dim]]
     return [p.flatten().numpy() for p in positions]
+
+
+def own_indices(parameter: Any) -> list[npt.NDArray[np.int64]]:
+    """Return `shard_indices` of this rank's shard."""
+    is_sharded = hasattr(parameter, "placements")
+    return shard_indices(parameter, parameter.device_mesh.get_coordinate() if is_sharded else ())

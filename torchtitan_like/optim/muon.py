@@ -54,7 +54,7 @@ class Muon(GatedOptimizer):
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
+        groups: list[ParameterGroup],
         section: OptimizerSection,
         find_matrices: FindMatrices,
         device: torch.device,
@@ -63,7 +63,7 @@ class Muon(GatedOptimizer):
 
         device: of all parameters, of which this rank may have none.
         """
-        super().__init__(groups, {"lr": section.lr, "weight_decay": section.weight_decay})
+        super().__init__([group.as_torch() for group in groups], {})
         self._momentum = section.muon_momentum
         self._is_nesterov = section.muon_nesterov
         self._num_steps = section.muon_ns_steps
@@ -133,13 +133,3 @@ def orthogonalize(matrix: Tensor, num_steps: int, eps: float) -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=B, alpha=C)
         x = torch.addmm(x, polynomial, x, beta=A)
     return x.T if is_tall else x
-
-
-def build_muon(
-    groups: list[ParameterGroup],
-    section: OptimizerSection,
-    find_matrices: FindMatrices,
-    device: torch.device,
-) -> Muon:
-    """Build Muon over groups that contain only matrices."""
-    return Muon([group.as_torch() for group in groups], section, find_matrices, device)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.adam import build_adam
 from torchtitan_like.optim.clipping import (
     clip_gradients,
@@ -16,9 +17,10 @@ from torchtitan_like.optim.clipping import (
     local_norms,
     sum_of_squares,
 )
+from torchtitan_like.optim.elementwise import ShardIndices
 from torchtitan_like.optim.gated import GatedOptimizer, local
 from torchtitan_like.optim.groups import ParameterGroup, group_parameters
-from torchtitan_like.optim.muon import FindMatrices, build_muon
+from torchtitan_like.optim.muon import FindMatrices, Muon
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -34,24 +36,43 @@ class Surroundings(NamedTuple):
 
     sharding: `ModelSpec.sharding`.
     find_matrices: `distributed.matrices.MatrixOwners` on the ranks of the run.
+    shard_indices: `distributed.shards.shard_indices` at this rank's coordinate.
     device: of the parameters.
+    seed: of the run.
     """
 
     sharding: Table
     find_matrices: FindMatrices
+    shard_indices: ShardIndices
     device: torch.device
+    seed: int
 
 
 Builder = Callable[[list[ParameterGroup], "OptimizerSection", Surroundings], torch.optim.Optimizer]
 # Name of an optimizer -> what builds it over groups of parameters. To add one, derive it from
 # `GatedOptimizer`, and add its name to `config.sections_training.OptimizerName`.
 OPTIMIZERS: dict[str, Builder] = {
-    "Adam": lambda groups, section, _: build_adam(groups, section),
-    "AdamW": lambda groups, section, _: build_adam(groups, section),
-    "Muon": lambda groups, section, surroundings: build_muon(
+    "Adam": lambda *arguments: _build_adam(elementwise.Adam, *arguments),
+    "AdamW": lambda *arguments: _build_adam(elementwise.AdamW, *arguments),
+    "Lion": lambda groups, section, surroundings: elementwise.Lion(
+        groups, section, surroundings.shard_indices, surroundings.seed
+    ),
+    "Muon": lambda groups, section, surroundings: Muon(
         groups, section, surroundings.find_matrices, surroundings.device
     ),
 }
+
+
+def _build_adam(
+    kind: type[elementwise.Adam],
+    groups: list[ParameterGroup],
+    section: OptimizerSection,
+    surroundings: Surroundings,
+) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW, or `kind` if torch's has no such states or rounding."""
+    if section.state_dtype is None and section.bf16_rounding == "nearest":
+        return build_adam(groups, section)
+    return kind(groups, section, surroundings.shard_indices, surroundings.seed)
 
 
 def _build(

@@ -7,6 +7,7 @@ import torch
 
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.distributed.shards import own_indices
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.groups import group_parameters
 from torchtitan_like.optim.muon import orthogonalize
@@ -25,7 +26,7 @@ SKIP, KEEP = torch.ones(()), torch.zeros(())
 
 def build(named, **settings):
     surroundings = optimizers.Surroundings(
-        SHARDING, partial(MatrixOwners, group=None), torch.device("cpu")
+        SHARDING, partial(MatrixOwners, group=None), own_indices, torch.device("cpu"), 0
     )
     section = Optimizer(**{"name": "Muon", "lr": 0.02, **settings})
     return optimizers.build_optimizer(named.items(), section, surroundings)

@@ -9,6 +9,7 @@ import torch
 
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.distributed.shards import own_indices
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.optimizer import Surroundings, step_or_restore
 
@@ -18,7 +19,9 @@ def section(**changes):
 
 
 def build_optimizer(named, section, sharding=()):
-    surroundings = Surroundings(sharding, partial(MatrixOwners, group=None), torch.device("cpu"))
+    surroundings = Surroundings(
+        sharding, partial(MatrixOwners, group=None), own_indices, torch.device("cpu"), 0
+    )
     return optimizers.build_optimizer(named, section, surroundings)
 
 
