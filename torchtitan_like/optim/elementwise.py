@@ -46,9 +46,14 @@ class Elementwise(GatedOptimizer):
         """Build the state. seed: of stochastic rounding."""
         super().__init__([group.as_torch() for group in groups], {})
         self._section = section
-        self._shard_indices = shard_indices
         self._seed = seed
         self._names = {p: name for group in groups for name, p in group.members}
+        self._indices: dict[Tensor, list[Tensor]] = {}  # on the device: a copy would wait for it
+        if section.bf16_rounding == "stochastic":
+            self._indices = {
+                p: [torch.from_numpy(positions).to(p.device) for positions in shard_indices(p)]
+                for p in self._names
+            }
         dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
         for p in self._names:
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
@@ -101,8 +106,8 @@ class Elementwise(GatedOptimizer):
         if not names:
             return values
         index = torch.zeros((), dtype=torch.int64, device=p.device)
-        for size, positions in zip(p.shape, self._shard_indices(p), strict=True):
-            index = index.unsqueeze(-1) * size + torch.from_numpy(positions).to(p.device)
+        for size, positions in zip(p.shape, self._indices[p], strict=True):
+            index = index.unsqueeze(-1) * size + positions
         rounded = {}
         for name in names:
             key = random_key(self._seed, f"{self._names[p]}.{name}")
