@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torchtitan_like.data.build import build_train_batches, build_validation_set
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.moe import describe_experts
@@ -32,9 +34,10 @@ from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
-from torchtitan_like.optim.optimizer import Optimizer
+from torchtitan_like.optim.optimizer import Optimizer, Surroundings
 from torchtitan_like.optim.schedule import Schedule, build_schedule
 from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.positions import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Job
@@ -207,14 +210,23 @@ def build_optimizer(
     lr_scheduler: LRScheduler,
     parts: nn.ModuleList,
     world: World,
+    spec: ModelSpec,
     *,
     total_steps: int,
     sections: Sections,
+    seed: int,
 ) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
     schedule = build_schedule(lr_scheduler, total_steps)
     named = [named for part in parts for named in part.named_parameters()]
-    optimizer = optimizers.build_optimizer(named, section, world.all_ranks)
+    surroundings = Surroundings(
+        spec.sharding,
+        partial(MatrixOwners, group=world.all_ranks),
+        local_positions,
+        torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
+        seed,
+    )
+    optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
     after_update = None
     if FLOAT8 in sections.converters:
         after_update = after_optimizer_step(parts, sections.float8)

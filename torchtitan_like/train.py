@@ -237,10 +237,14 @@ class Trainer:
             config.lr_scheduler,
             self.parts,
             world,
+            self.spec,
             total_steps=config.training.steps,
             sections=sections,
+            seed=self.seed,
         )
         self.optimizer = optimization.optimizer
+        for line in self.optimizer.describe():
+            logger.info(line)
         self.schedule = optimization.schedule
         self.after_update = optimization.after_update
         self.balancer = build_balancer(self.parts, world, config.parallelism)
@@ -534,8 +538,7 @@ class Trainer:
         """
         batch, num_valid = inputs.batch, agreement.num_valid_tokens
         assert batch is not None
-        lr = self.optimizer.peak_lr * self.schedule.factor(step)
-        self.optimizer.set_lr(lr)
+        self.optimizer.scale_lr(self.schedule.factor(step))
         self.optimizer.zero_grad()
         self.position.move("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
@@ -609,7 +612,8 @@ class Trainer:
             loss_by_source=loss_by_source,
             grad_norm=grad_norm,
             skipped=skip,
-            lr=lr,
+            lr=self.optimizer.lr,
+            group_lr=self.optimizer.group_lr,
             data_digest=agreement.data_digest,
             data_digest_chain=self.progress.digest_chain,
             data_loading_s=inputs.seconds,

@@ -199,6 +199,8 @@ def suggest_key(key: str) -> str:
     keys = [setting.key for setting in all_settings()]
     name = key.rsplit(".", 1)[-1]
     same_name = [candidate for candidate in keys if candidate.rsplit(".", 1)[-1] == name]
+    # optimizer.lr is meant more often than optimizer.groups.<name>.lr.
+    same_name = [candidate for candidate in same_name if "<name>" not in candidate] or same_name
     if same_name:
         names = " or ".join(f'"{candidate}"' for candidate in same_name[:3])
         return f"did you mean {names}?"

@@ -97,7 +97,11 @@ class Console:
             ("magenta", f"mfu: {_format(mfu, '.2f')}{'%' if mfu is not None else ''}"),
         )
         line = "  ".join(paint(text, color, self._colors) for color, text in parts)
-        logger.info(f"{line}  {progress.percent:.1f}% eta {progress.eta}")
+        line += f"  {progress.percent:.1f}% eta {progress.eta}"
+        if "group_lr" in row:
+            group_lr = (f"{name} {lr:.3g}" for name, lr in row["group_lr"].items())
+            line += f"  lr: {row['lr']:.3g} {' '.join(group_lr)}"
+        logger.info(line)
 
     def show_validation(self, row: Row, memory: MemoryReading) -> None:
         dataset = f"{row['set']} " if "set" in row else ""
@@ -138,6 +142,8 @@ class Dashboard(ABC):
 def step_scalars(row: Row) -> dict[str, float]:
     """Return the scalars of a log step, by TorchTitan's names. Sources without labels have none."""
     scalars = {name: float(row[key]) for key, name in STEP_SCALARS.items() if key in row}
+    for group, lr in row.get("group_lr", {}).items():
+        scalars[f"lr/{group}"] = lr
     for source, values in row.get("sources", {}).items():
         if values["loss"] is not None:
             scalars[f"loss_metrics/{source}/avg_loss"] = float(values["loss"])

@@ -18,7 +18,7 @@ from torchtitan_like.preflight.host_memory import check_host_memory
 from torchtitan_like.preflight.model import (
     check_attention,
     check_model,
-    check_weight_decay_patterns,
+    check_parameter_patterns,
     read_sizes,
 )
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
@@ -110,7 +110,7 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_pipeline(run)
     yield from check_host_memory(run)
     yield from check_attention(run)
-    yield from check_weight_decay_patterns(run)
+    yield from check_parameter_patterns(run)
     yield from check_nccl(run)
     yield from check_tokenizer(run)
     yield from check_datasets(run.config)

@@ -135,17 +135,51 @@ def check_attention(run: RunContext) -> Iterator[Problem]:
         )
 
 
-def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
-    """Check that each pattern of optimizer.no_weight_decay matches a parameter.
+def check_parameter_patterns(run: RunContext) -> Iterator[Problem]:
+    """Check that each pattern of [optimizer] matches a parameter, and no parameter two groups.
 
-    The parameters of a misspelled pattern would decay.
+    The parameters of a misspelled pattern would have other settings than expected.
     """
-    spec = run.spec
-    section = run.config.optimizer
-    if spec is None or not section.weight_decay:
+    if run.spec is None:
         return
-    tied = dict(spec.tied(run.args))
-    rows = [row if isinstance(row, tuple) else (row.native,) for row in spec.hf_names(run.args)]
+    section = run.config.optimizer
+    patterns = {
+        f"optimizer.groups.{name}.parameters": group.parameters
+        for name, group in section.groups.items()
+    }
+    if section.has_weight_decay:
+        patterns["optimizer.no_weight_decay"] = section.no_weight_decay
+    templates, names = _parameter_names(run)
+    for key, pattern in [(key, each) for key, group in patterns.items() for each in group]:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            examples = ", ".join(template.replace("{}", "0") for template in templates)
+            yield Problem(
+                key,
+                None,
+                f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
+                did_you_mean(pattern, names),
+                involves=MODEL_KEYS,
+            )
+    ambiguous = {name: groups for name in names if len(groups := section.groups_of(name)) > 1}
+    if ambiguous:
+        name, groups = next(iter(ambiguous.items()))
+        yield Problem(
+            f"optimizer.groups.{groups[1]}.parameters",
+            None,
+            f'patterns of parameters in no other group; {name} is in "{groups[0]}" too',
+            "change the patterns of one group",
+            involves=(f"optimizer.groups.{groups[0]}.parameters", *MODEL_KEYS),
+        )
+
+
+def _parameter_names(run: RunContext) -> tuple[list[str], list[str]]:
+    """Return the names of the model's parameters: with "{}" for the layer, and for every layer.
+
+    Some layers of a family may lack some of the names.
+    """
+    assert run.spec is not None
+    tied = dict(run.spec.tied(run.args))
+    rows = [row if isinstance(row, tuple) else (row.native,) for row in run.spec.hf_names(run.args)]
     templates = [
         name
         for native, *_ in rows
@@ -158,13 +192,4 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
         for template in templates
         for name in dict.fromkeys(template.replace("{}", str(layer)) for layer in layers)
     ]
-    for pattern in section.no_weight_decay:
-        if names and not any(fnmatchcase(name, pattern) for name in names):
-            examples = ", ".join(template.replace("{}", "0") for template in templates)
-            yield Problem(
-                "optimizer.no_weight_decay",
-                None,
-                f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
-                did_you_mean(pattern, names),
-                involves=MODEL_KEYS,
-            )
+    return templates, names

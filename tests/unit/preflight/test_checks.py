@@ -139,6 +139,18 @@ def test_patterns_without_weight_decay_match_a_parameter(flags: str) -> None:
         )
 
 
+def test_patterns_of_groups_match_parameters_once() -> None:
+    line = "--training.steps 1000 --model.args.vocab_size 2048 --optimizer.groups.a.parameters"
+    other = "--optimizer.groups.b.parameters"
+    assert check(f"{line} *norm* {other} output.*,layers.5.*wq*") == []
+    (problem,) = check(f"{line} *norms* {other} output.*")
+    assert problem.key == "optimizer.groups.a.parameters"
+    assert '"*norms*" matches none of tok_embeddings.weight' in problem.expected
+    (problem,) = check(f"{line} *norm* {other} layers.0.*")
+    assert problem.key == "optimizer.groups.b.parameters"
+    assert 'layers.0.attention_norm.weight is in "a" too' in problem.expected
+
+
 @pytest.mark.parametrize("table", ["data", "validation"])
 def test_unknown_dataset_formats_are_refused(table: str, tmp_path: Path) -> None:
     (tmp_path / "tables").mkdir()

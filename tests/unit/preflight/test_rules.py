@@ -156,6 +156,7 @@ ILLEGAL = [
             "set parallelism.enable_sequence_parallel = true", "async-tp-without-sp"),
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
             "false without GPUs", "async-tp-on-cpu"),
+    Illegal("optimizer.name=Muon early=true", 2, "optimizer.early_step_in_backward", "false with Muon", "muon-early-step"),
     Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "with pipeline parallelism", "pipelined-early-step"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
     Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
