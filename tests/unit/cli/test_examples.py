@@ -91,6 +91,7 @@ def run_titan(command: str, folder: Path, **env: str) -> str:
 TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
+    "run report",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
