@@ -159,7 +159,7 @@ def test_the_curve_is_painted_where_its_rows_are(
         points = [page.run(PIXEL_OF_ROW, 0, "train", step) for step in (25, 35, 65, 75)]
         color_at = read_colors(page.screenshot(column))
         for x, y in points:
-            assert is_colored(color_at(x, y)), column
+            assert any(is_colored(color_at(x, y + offset)) for offset in (-1, 0, 1)), column
             assert not is_colored(color_at(x, y + 12)), column
     assert page.errors() == []
 
@@ -216,10 +216,11 @@ def test_the_keyboard_reads_rows(open_report: Callable[..., Page], tmp_path: Pat
 def test_log_axes(open_report: Callable[..., Page], tmp_path: Path) -> None:
     page = open_report("log", write_steady_run(tmp_path / "run", 100))
     page.run("document.getElementById('log').click()")
-    x = [page.run(PIXEL_OF_ROW, 1, "train", step)[0] for step in (1, 10, 100)]
-    assert x[1] - x[0] == pytest.approx(x[2] - x[1], abs=1)
+    pixels = [page.run(PIXEL_OF_ROW, 1, "train", step)[0] for step in (1, 10, 100)]
+    assert pixels[1] - pixels[0] == pytest.approx(pixels[2] - pixels[1], abs=1)
     color_at = read_colors(page.screenshot("axes"))
-    assert is_colored(color_at(*page.run(PIXEL_OF_ROW, 1, "train", 10)))
+    x, y = page.run(PIXEL_OF_ROW, 1, "train", 10)
+    assert any(is_colored(color_at(x, y + offset)) for offset in (-1, 0, 1))
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
