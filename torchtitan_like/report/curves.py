@@ -164,14 +164,13 @@ def build_marks(history: History) -> list[EventMarks]:
         stride = -(-len(events) // MAX_EVENTS)
         drawn = events[::stride]
         step = rows_as_floats(drawn, "step")
-        rows = [history.row_at(number) for number in step]
         marks.append(
             EventMarks(
                 kind,
                 history.run.name,
                 EVENT_COLORS.get(kind, OTHER_EVENT_COLOR),
                 step,
-                np.array([0.0 if row is None else history.tokens[row] for row in rows]),
+                history.tokens_at(step),
                 history.hours(rows_as_floats(drawn, "time")),
                 [event_detail(event)[:MAX_DETAIL] for event in drawn],
                 len(events),

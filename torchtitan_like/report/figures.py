@@ -130,7 +130,7 @@ def _add_curve(plot: Any, curve: Curve, source: Any) -> None:
         "value",
         source=source,
         name=CURVE,
-        legend_label=curve.label,
+        legend_label=_legend(curve),
         line_color=curve.color,
         line_width=1 if curve.is_raw else 2,
         line_alpha=0.6 if curve.is_raw else 1,
@@ -142,7 +142,7 @@ def _add_curve(plot: Any, curve: Curve, source: Any) -> None:
             "value",
             source=source,
             name=CURVE,
-            legend_label=curve.label,
+            legend_label=_legend(curve),
             color=curve.color,
             size=7,
         )
@@ -160,3 +160,8 @@ def _add_events(plot: Any, mark: EventMarks, source: Any, *, is_visible: bool) -
         line_alpha=0.7,
         line_dash="dotted",
     )
+
+
+def _legend(curve: Curve) -> str:
+    """Return the label of a curve. Without `$$`, for which Bokeh would load a package for formulas."""
+    return curve.label.replace("$$", "$ $")

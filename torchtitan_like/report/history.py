@@ -68,10 +68,11 @@ class History:
         """Return hours since the start of the run."""
         return (times - self.origin) / 3600
 
-    def row_at(self, step: float) -> int | None:
-        """Return the index of the last row up to `step`; None without one."""
-        index = int(np.searchsorted(np.maximum.accumulate(self.step), step, "right")) - 1
-        return index if index >= 0 else None
+    def tokens_at(self, steps: Floats) -> Floats:
+        """Return the tokens of the last row up to each step; 0 before the first row."""
+        tokens = np.concatenate([[0.0], self.tokens])
+        reached: Floats = tokens[np.searchsorted(np.maximum.accumulate(self.step), steps, "right")]
+        return reached
 
 
 def read_histories(folders: Sequence[Path], *, is_redacted: bool) -> list[History]:

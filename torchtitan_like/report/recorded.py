@@ -157,7 +157,7 @@ def read_run(run: Path) -> RecordedRun:
             discarded_validation += rows
         problems += more
     attempts = _read_attempts(run, events, problems)
-    config = _read_settings(run / CONFIG, problems)
+    config = _read_settings(run / CONFIG, CONFIG, problems)
     if not config and attempts:
         config = attempts[-1].config
     return RecordedRun(
@@ -187,14 +187,17 @@ def _read_end(run: Path, problems: list[str]) -> RunEnd | None:
         return None
 
 
-def _read_settings(file: Path, problems: list[str]) -> dict[str, Any]:
-    """Return the settings of a config.toml by dotted name; {} if it cannot be read."""
+def _read_settings(file: Path, label: str, problems: list[str]) -> dict[str, Any]:
+    """Return the settings of a config.toml by dotted name; {} if it cannot be read.
+
+    label: the file's name in a problem.
+    """
     try:
         table = tomllib.loads(read_text(file))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        problems.append(f"{file.parent.name}/{file.name}: cannot be used: {error}")
+        problems.append(f"{label}: cannot be used: {error}")
         return {}
     return {".".join(path): value for path, value in leaves(table)}
 
@@ -224,7 +227,8 @@ def _read_attempts(run: Path, events: Iterable[Row], problems: list[str]) -> lis
 
 
 def _read_attempt(number: int, folder: Path, problems: list[str]) -> RecordedAttempt:
-    attempt = RecordedAttempt(number, config=_read_settings(folder / CONFIG, problems))
+    label = f"{ATTEMPTS}/{number}/{CONFIG}"
+    attempt = RecordedAttempt(number, config=_read_settings(folder / CONFIG, label, problems))
     for name in ENVIRONMENT_FILES:
         with suppress(OSError, ValueError):
             attempt.environment[name] = read_text(

@@ -6,8 +6,10 @@ import base64
 import gzip
 import json
 import math
+import os
 import re
 import statistics
+import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.harness.runner import ROOT
 from tests.unit.report.run_folder import (
     SCRIPT,
     event,
@@ -139,6 +142,8 @@ def test_redaction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         file.write_text(config + '[comm]\nleader = "node18:29500"\n')
     with (run / "events.jsonl").open("a") as file:
         file.write(json.dumps(event("note", 200.0, 3, step=7, text=["on node18"])) + "\n")
+    with (run / "attempts/2/config.toml").open("a") as file:
+        file.write("damaged")
     secrets = (
         "private-project", "node17", "node18", "Secret CPU", "/home/me", "/data/a", "my log text",
         "outputs-of-me", "secret.py", "attacked", str(tmp_path),
@@ -150,6 +155,18 @@ def test_redaction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "(redacted)" in page and "resume on another layout" in page
     open_page = page_of(capsys, run, folder=tmp_path)
     assert all(secret in open_page for secret in secrets[:-1])
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    run, page = write_steady_run(tmp_path / "run"), tmp_path / "page.html"
+    code = (
+        "import sys; from torchtitan_like.cli import main; "
+        f"main(['run', 'report', {str(run)!r}, '-o', {str(page)!r}]); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert page.exists()
 
 
 def test_a_page_of_100_000_steps_is_small(
