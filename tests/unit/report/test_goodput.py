@@ -157,3 +157,15 @@ def test_each_second_has_one_class_whatever_the_clocks_show(attempts: list[Attem
     assert goodput.wall == pytest.approx(latest - attempts[0].start, abs=1e-3)
     assert min(goodput.seconds.values()) >= -1e-6
     assert goodput.seconds.keys() == CLASSES.keys()
+
+
+def test_discarded_rows_belong_to_an_earlier_attempt_whatever_the_clocks_show(
+    tmp_path: Path,
+) -> None:
+    """The clock of attempt 2 is behind: it starts "before" the steps that it discards."""
+    write_rows(tmp_path / "metrics.jsonl", [step_row(1, 110.0), step_row(2, 121.0)])
+    write_rows(tmp_path / "metrics.discarded-2.jsonl", [step_row(n, 114.0 + n) for n in (2, 3)])
+    write_rows(tmp_path / "events.jsonl", [start_event(1, 100.0), start_event(2, 115.0)])
+    first, second = build_history(read_run(tmp_path)).attempts
+    assert (first.first_step, first.last_step) == (1, 3)
+    assert (second.first_step, second.last_step) == (2, 2)
