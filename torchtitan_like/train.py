@@ -84,7 +84,7 @@ from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
-from torchtitan_like.resilience.limits import Limits
+from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import NonFiniteStateError, UpdateGate, nonfinite_names
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
@@ -442,6 +442,15 @@ class Trainer:
             self.save([Save("full", self.checkpointer.folder, is_last=True)])
             return ExitCode.DONE
         logger.info(f"Training starts at step {first_step}")
+        if self.is_leader:
+            self.attempt.event(
+                "start",
+                step=self.progress.step,
+                source=self.start.kind,
+                began=process_start_time(),
+                num_ranks=self.world.size,
+                layout=self.world.dims.layout(),
+            )
         self.garbage.freeze()
         profiling = maybe_profile(
             config.profiling,

@@ -102,6 +102,7 @@ RUN = (
     Command(
         "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
     ),
+    Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
     Command(
         "run replay",
         "Inspect",
@@ -143,7 +144,7 @@ COMMANDS = (
     Command(
         "download", "Data and models", "download a model from the Hugging Face Hub", "download"
     ),
-    Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
+    Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command(

@@ -96,6 +96,7 @@ def run_python(words: list[str], folder: Path, **env: str) -> str:
 TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
+    "run report",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
