@@ -268,6 +268,17 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
     return args
 
 
+def standard_hf_config(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json as the family writes it, if it can read such files, else unchanged.
+
+    Raises ValueError with one line for each field that is not supported.
+    """
+    if spec.hf_args is None:
+        return dict(config)
+    model = spec.hf_args(config)
+    return spec.hf_config(resolve_args(spec, model.flavor, model.args))
+
+
 def _suggestion(name: str, candidates: list[str]) -> str:
     near = get_close_matches(name, candidates, n=1, cutoff=0.5)
     return f" (perhaps {near[0]!r})" if near else ""
