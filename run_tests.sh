@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm), to
-# which the arguments go.
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm). Arguments go
+# to pytest.
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
@@ -59,14 +59,24 @@ case "${1:-}" in
   --nightly) exec "$PYTHON" -m pytest -m nightly "${@:2}" ;;
 esac
 
-# Print the unit tests of the folders with changes that are not committed, or else with those of the last commit.
+# Print the unit tests of folders with uncommitted changes, or else of folders that the last commit changed.
 changed_unit_tests() {
   local changed
   changed=$(git diff --name-only HEAD; git ls-files --others --exclude-standard)
   [ -n "$changed" ] || changed=$(git diff --name-only HEAD~1)
-  sed -nE 's#^(torchtitan_like|tests/unit)/([a-z_]+)/.*#tests/unit/\2#p; s#^scripts/.*#tests/unit/scripts#p' <<<"$changed" |
-    sort -u | while read -r folder; do [ ! -d "$folder" ] || echo "$folder"; done
-  echo tests/unit/test_house.py
+  # Each line: the files that changed, and their tests. The first matching line applies.
+  sed -nE '
+    s#^torchtitan_like/report/.*#tests/unit/cli#p; t
+    s#^torchtitan_like/train_configs/.*#tests/unit/config#p; t
+    s#^torchtitan_like/train\.py$#tests/unit/test_launch.py#p; t
+    s#^(torchtitan_like|tests/unit)/([a-z_]+)/.*#tests/unit/\2#p; t
+    s#^torchtitan_like/([a-z_]+)\.py$#tests/unit/test_\1.py#p; t
+    s#^tests/unit/(test_[a-z_]+\.py)$#tests/unit/\1#p; t
+    s#^run_train\.sh$#tests/unit/launcher#p; t
+    s#^(scripts/.*|run_tests\.sh)#tests/unit/scripts#p; t
+    s#^(docs/.*|mkdocs\.yml|[A-Z]+\.md)$#tests/unit/test_site.py\ntests/unit/cli/test_document.py\ntests/unit/config/test_document.py#p
+  ' <<<"$changed" | sort -u | while read -r path; do [ ! -e "$path" ] || echo "$path"; done
+  [[ $changed == *tests/unit/test_house.py* ]] || echo tests/unit/test_house.py
 }
 
 if [ "${1:-}" = --quick ]; then

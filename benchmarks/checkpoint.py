@@ -395,7 +395,7 @@ def main() -> None:
         )
     print(
         f"\nHashing takes {ratio(save['hashing cpu_s'], save['native cpu_s'])} "
-        "of a save's CPU time. "
+        "of a checkpoint's CPU time. "
         f"The largest shard of a tensor has {save['largest shard mib'][0]:.0f} MiB"
     )
 

@@ -11,7 +11,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import read_manifest
+from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import JobConfig, load_stored_config
 from torchtitan_like.data.errors import TokenizerError
@@ -20,6 +20,7 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.stored_config import find_assets, import_custom
+from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
 
 def continue_prompt(
@@ -40,10 +41,10 @@ def continue_prompt(
     """
     if read_manifest(step) is None:
         raise CheckpointError(
-            f"{step} is not a checkpoint: it has no manifest.json. Expected a published step-N: "
-            "check the path"
+            f"{step} is not a checkpoint: it has no {MANIFEST}. Expected a published step-N: "
+            f"{suggest_step(step)}"
         )
-    config = load_stored_config(step / "config.toml")
+    config = load_stored_config(step / CONFIG)
     import_custom(config, custom_import)
     folder = Path(assets or find_assets(config.model.tokenizer_folder, step))
     if not folder.expanduser().exists():

@@ -28,6 +28,7 @@ from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.stored_config import custom_import_in, import_custom
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import staged_path
+from torchtitan_like.util.run_directory import step_name
 
 # Sizes of a small model, by their names in the model families.
 SIZES = {
@@ -76,7 +77,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
         convert(
             open_contents(staged),
-            staged / "step-0",
+            staged / step_name(0),
             "native",
             dtype=None,
             identity=identity,

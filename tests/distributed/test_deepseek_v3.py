@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
     ("layout", "option"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option):
+def test_every_layout_equals_one_rank(folder, layout, option):
     ranks, cell = LAYOUTS[layout]
     layers = cell.get(LAYERS, 2)
     expected = reference(str(folder / f"one-rank-{layers}"), layers, option == "together")
@@ -105,8 +105,8 @@ def test_equals_one_rank(folder, layout, option):
         ),
     ],
 )
-def test_biases_and_a_loss_over_sequences_together(folder, layout):
-    """DeepSeek-V3's own recipe, with larger coefficients: every state and metric equals one rank's."""
+def test_biases_with_a_loss_over_sequences(folder, layout):
+    """DeepSeek-V3's recipe with larger coefficients. All states and metrics equal one rank's."""
     recipe = {
         "model.args.load_balance": "bias",
         "model.args.load_balance_coeff": 0.01,
@@ -128,7 +128,7 @@ def test_biases_and_a_loss_over_sequences_together(folder, layout):
 
 
 def test_biases_stay_in_float32_in_checkpoints_of_half_precision(tmp_path):
-    """And a run can start from such a checkpoint."""
+    """A run can start from such a checkpoint."""
     changes = {
         **SAVING,
         EP: 2,

@@ -1,4 +1,4 @@
-"""Expert parallelism in detail: uneven loads, what is sent, checkpoints and exports on other layouts."""
+"""Expert parallelism: uneven loads, messages, and checkpoints and exports on other layouts."""
 
 import logging
 import re
@@ -69,7 +69,7 @@ def results(experts, forward, tokens, weights, ids):
 
 
 def results_on_rank(names, is_compiled):
-    """Return the results of each load in turn, with the experts of this rank."""
+    """Return the results for each load, with the experts of this rank."""
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = is_compiled
     rank, per_rank = dist.get_rank(), EXPERTS // 2

@@ -62,7 +62,7 @@ def folder(tmp_path_factory):
     ("layout", "option"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option):
+def test_every_layout_equals_one_rank(folder, layout, option):
     ranks, cell = LAYOUTS[layout]
     layers = cell.get(LAYERS, 2)
     expected = reference(str(folder / f"one-rank-{layers}"), layers, option == "together")

@@ -65,7 +65,7 @@ def folder(tmp_path_factory):
     ("layout", "option"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option):
+def test_every_layout_equals_one_rank(folder, layout, option):
     ranks, cell = LAYOUTS[layout]
     layers, mask = cell.get(LAYERS, 2), cell.get(MASK, "causal")
     one_rank = str(folder / f"one-rank-{layers}-{mask}")

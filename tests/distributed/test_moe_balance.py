@@ -84,7 +84,7 @@ def run(folder, layout, option, method, mutation=""):
     ("layout", "option", "method"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option, method):
+def test_every_layout_equals_one_rank(folder, layout, option, method):
     expected, cell = run(folder, layout, option, method)
     compare(expected, cell, "float64")
     assert len(expected.loads) == 3
@@ -101,7 +101,7 @@ def test_equals_one_rank(folder, layout, option, method):
         ("losses over parts of sequences", "cp-allgather", "sequence"),
     ],
 )
-def test_a_fault_turns_a_cell_red(folder, mutation, layout, method):
+def test_an_injected_fault_fails_the_comparison(folder, mutation, layout, method):
     assert mutation in BALANCE_MUTATIONS
     expected, cell = run(folder, layout, "together", method, mutation)
     with pytest.raises(AssertionError):
@@ -113,7 +113,7 @@ def test_a_fault_turns_a_cell_red(folder, mutation, layout, method):
 
 @pytest.mark.parametrize("method", [pytest.param("bias", marks=pytest.mark.nightly), "global"])
 def test_a_skipped_step_keeps_the_state(folder, method):
-    """On both layouts the second step updates nothing, and its loads are not used by the third."""
+    """On both layouts, the second step updates nothing, and the third step ignores its loads."""
     argv = settings(str(folder / f"skipped-{method}"), 2, **METHODS[method])
     one = run_ranks(run_cell, 1, argv, "second update skipped")[0]
     argv = settings(str(folder / f"skipped-fsdp-{method}"), 2, **METHODS[method], **LOCAL_4)
@@ -126,14 +126,14 @@ def test_a_skipped_step_keeps_the_state(folder, method):
 
 
 @pytest.mark.parametrize("method", ["bias", pytest.param("global", marks=pytest.mark.nightly)])
-def test_validation_does_not_count(folder, method):
+def test_validation_does_not_change_the_counts(folder, method):
     validated = reference(str(folder / f"validated-{method}"), 2, 6, method, True)
     plain = reference(str(folder / f"plain-{method}"), 2, 6, method, False)
     assert validated.validation and not plain.validation
     compare_experts(plain, validated, 0.0)
 
 
-def test_updates_in_backward(folder):
+def test_biases_work_with_optimizer_steps_in_backward(folder):
     """Biases follow the whole step, although weights are updated block by block."""
     early = {"optimizer.early_step_in_backward": "true", **METHODS["bias"]}
     one = run_ranks(run_cell, 1, settings(str(folder / "early"), 2, **early))[0]
@@ -147,7 +147,7 @@ def test_updates_in_backward(folder):
 
 @pytest.mark.parametrize("method", ["bias", "global"])
 def test_a_resumed_run_equals_one_that_never_stopped(folder, method):
-    """To the last bit on two ranks; on one rank within the tolerances of layouts."""
+    """The runs are bit-equal on two ranks, and equal within tolerances on one rank."""
     run_folder = folder / f"resumed-{method}"
     saving = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
     argv = settings(str(run_folder), 2, **METHODS[method], **saving, **LOCAL_4)
@@ -193,7 +193,7 @@ SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.s
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("recomputation", [OFFLOAD, SELECTIVE])
-def test_recomputed_and_offloaded_activations_count_once(folder, recomputation):
+def test_recomputed_and_offloaded_tokens_count_once(folder, recomputation):
     name = recomputation["activation_checkpoint.mode"]
     argv = settings(str(folder / name), 2, **METHODS["sequence"], **recomputation, **LOCAL_4)
     expected = reference(str(folder / "plain-sequence"), 2, 6, "sequence", False)
@@ -204,7 +204,7 @@ def test_recomputed_and_offloaded_activations_count_once(folder, recomputation):
 
 
 def violations(argv):
-    """Train, and return the largest violation of a layer for each step."""
+    """Train. Return the largest load violation of all layers for each step."""
     trainer = build(argv)
     rows = []
     trainer.metrics.observers.append(rows.extend)

@@ -1,4 +1,4 @@
-"""Multi-token prediction on every layout that offers it equals one rank."""
+"""Multi-token prediction on every supported layout equals one rank."""
 
 import functools
 import json
@@ -57,7 +57,7 @@ def losses(folder):
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
 @pytest.mark.parametrize("depths", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_equals_one_rank(folder, layout, option, depths):
+def test_every_layout_equals_one_rank(folder, layout, option, depths):
     """With two depths, attention ends at document borders."""
     changes = MTP if depths == 1 else TWO_DEPTHS
     validates = option == "together"
@@ -76,7 +76,7 @@ def test_equals_one_rank(folder, layout, option, depths):
 
 @pytest.mark.nightly
 def test_a_resumed_run_equals_one_that_never_stopped(folder):
-    """To the last bit, with the loss of multi-token prediction."""
+    """All values are bit-equal, including the loss of multi-token prediction."""
     run_folder = folder / "resumed"
     saving = {"training.steps": 4, "checkpoint.enable": "true", "checkpoint.interval": 2}
     argv = settings(str(run_folder), 2, **MTP, **saving, **{"training.local_batch_size": 4})
@@ -91,7 +91,7 @@ def test_a_resumed_run_equals_one_that_never_stopped(folder):
 
 
 @pytest.mark.nightly
-def test_updates_in_backward(folder):
+def test_optimizer_steps_in_backward(folder):
     early = {**MTP, "optimizer.early_step_in_backward": "true"}
     one = run_ranks(run_cell, 1, settings(str(folder / "early"), 2, **early))[0]
     argv = settings(str(folder / "early-fsdp"), 2, **early, **{"training.local_batch_size": 4})

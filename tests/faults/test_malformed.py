@@ -22,9 +22,9 @@ from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
-from torchtitan_like.launcher.outcome import CRASH, Start, report_end
+from torchtitan_like.launcher.outcome import Start, report_end
 from torchtitan_like.monitor import log
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]
 GOLDEN = ASSETS / "v2/step-3"

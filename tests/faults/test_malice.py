@@ -118,7 +118,7 @@ def test_no_command_executes_a_payload(
     write_module(marker)
     path = LOCATIONS[location](tmp_path / "evil", PAYLOADS[payload](marker))
     # torch omits "builtins."
-    request = rf"it asks for (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"
+    request = rf"it refers to (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"
     errors = []
     for name, command in COMMANDS.items():
         output = command(path, tmp_path / name.replace(" ", "")) + "".join(capsys.readouterr())

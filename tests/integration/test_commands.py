@@ -122,6 +122,23 @@ def test_printed_resume_command_works(trained) -> None:
     assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
 
 
+@pytest.mark.parametrize(
+    "start", ["torchrun --nproc_per_node=8 -m torchtitan_like.train", "NGPU=8"]
+)
+def test_documented_command_lines_of_torchtitan_train(start: str, tmp_path: Path) -> None:
+    """On 2 ranks, with the debug model."""
+    command = next(line for line in documented_commands() if line.startswith(start))
+    words = shlex.split(command.replace("=8", "=2").replace("llama3_8b", "debug_model"))
+    end = next(number for number, word in enumerate(words) if "debug_model" in word) + 1
+    run = "./run_train.sh" if start == "NGPU=8" else ""
+    line = " ".join([*words[:end], run])
+    programs = shlex.quote(str(Path(sys.executable).parent))
+    settings = f"{TINY} --training.steps 1 --validation.enable false --job.dump_folder {tmp_path}"
+    process = shell(f"export PATH={programs}:$PATH; {line} {settings}", ROOT)
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert (tmp_path / "checkpoint/step-1/manifest.json").exists()
+
+
 def test_printed_sample_command_works(trained) -> None:
     folder, process = trained
     sample = process.stdout.splitlines()[-1].removeprefix("Sample: ")
@@ -250,6 +267,7 @@ def test_every_documented_command_has_a_test() -> None:
         "./run_train.sh",
         "./run_tests.sh",
         "env '|' grep ",
+        "pip install .",  # tests/integration/test_wheel.py
         *commands_in_other_tests,
         *CHECKS,
     )
@@ -286,8 +304,9 @@ CHECKS = {
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
     "titan train ": lambda words: check_titan(
-        [words[2], "--world-size", *words[4:]]
-    ),  # words[3] is --nproc
+        ["--world-size" if word == "--nproc" else word for word in words[2:]]
+    ),
+    "titan generate ": lambda words: parse_titan(words[1:]),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),
@@ -363,6 +382,35 @@ def test_check_works_by_its_old_name() -> None:
             "full",
         ]
     )
+
+
+# Text of a documented command -> text that fits the run of `trained`.
+IN_TRAINED = {
+    "/shared/run1": "outputs",
+    "/shared": ".",
+    "other-run": "outputs",
+    "outputs_a": "outputs",
+    "outputs_b": "outputs",
+    "step-200": "step-4",
+    "step-1000": "step-4",
+    "checkpoint/step-N.nonfinite": "outputs/checkpoint/step-4",
+    "--step 1203": "--step 3",
+}
+# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
+RUNNABLE = (
+    *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
+    *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
+)
+
+
+def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(trained[0])
+    commands = [command for command in documented_commands() if command.startswith(RUNNABLE)]
+    assert len(commands) > len(RUNNABLE)
+    for command in commands:
+        for text, replacement in IN_TRAINED.items():
+            command = command.replace(text, replacement)
+        assert titan(shlex.split(command)[1:]) == 0, command
 
 
 @pytest.mark.parametrize("guide", GUIDES)

@@ -238,7 +238,7 @@ def expect_generated_text(runs: list[RunResult]) -> None:
 
 
 def expect_changed_order(runs: list[RunResult]) -> None:
-    order = "The order of the samples differs from that of the run that saved the checkpoint: "
+    order = "The order of the samples differs from the run that saved the checkpoint: "
     expect_words(runs[1], f"{order}training.global_batch_size 32 -> 16")
     assert [row["step"] for row in runs[1].metrics] == list(range(1, 21))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -12,6 +14,7 @@ import pytest
 
 from tests.harness.runner import ROOT
 
+CORPUS = ROOT / "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
 TINY = (
     "--model.args.dim 32 --model.args.n_layers 1 --model.args.n_heads 2 --training.seq_len 32 "
     "--training.steps 1 --lr_scheduler.warmup_steps 0 --validation.no_enable"
@@ -73,20 +76,25 @@ def test_titan_works_from_a_wheel(installed: Path, tmp_path: Path) -> None:
     )
     assert checked.returncode == 0, checked.stderr
     assert f"Using the bundled configuration {installed}" in checked.stderr
-    caches = ["--data.cache_folder", str(tmp_path / "cache")]
-    trained = titan(
-        installed, tmp_path, "train", "debug_model.toml", "--nproc", "1", *TINY.split(), *caches
-    )
-    assert trained.returncode == 0, trained.stdout + trained.stderr
-    assert (tmp_path / "outputs/checkpoint/step-1/manifest.json").exists()
-    step = "outputs/checkpoint/step-1"
-    exported = titan(installed, tmp_path, "ckpt", "export", step, "exported")
-    assert exported.returncode == 0, exported.stderr
-    assert (tmp_path / "exported/tokenizer.json").exists()
-    generated = titan(
-        installed, tmp_path, "generate", step, "--prompt", "ROMEO:", "--num-tokens", "2"
-    )
-    assert generated.returncode == 0 and generated.stdout.startswith("ROMEO:"), generated.stderr
     written = titan(installed, tmp_path, "slurm", "init", "slurm")
     assert written.returncode == 0 and (tmp_path / "slurm/train.slurm").exists(), written.stderr
-    assert trained.stdout.splitlines()[-2].startswith("Resume (the same command, more steps): ")
+
+
+def test_own_text_as_the_readme_shows(installed: Path, tmp_path: Path) -> None:
+    """The commands of the README after `pip install`, with a smaller model and one step."""
+    section = (ROOT / "README.md").read_text().partition("## Your own text\n")[2]
+    install, *commands = section.partition("```bash\n")[2].partition("```")[0].splitlines()
+    assert install.startswith("pip install .") and len(commands) == 3
+    texts = [json.loads(line)["text"] for line in CORPUS.read_text().splitlines()]
+    (tmp_path / "my.txt").write_text("\n".join(texts))
+    outputs = []
+    for command in commands:
+        words = shlex.split(command.replace("step-200", "step-1"))[1:]
+        done = titan(installed, tmp_path, *words, *(TINY.split() if words[0] == "train" else []))
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert "training data mine" in outputs[0]
+    assert outputs[0].splitlines()[-2].startswith("Resume (the same command, more steps): ")
+    exported = {path.name for path in (tmp_path / "my_model").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
+    assert outputs[2].startswith("The") and len(outputs[2].strip()) > len("The")

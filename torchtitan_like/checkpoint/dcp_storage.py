@@ -299,7 +299,7 @@ class _Box:
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         self.offset = offset
-        self.begin = offset + self.first * dtype.itemsize
+        self.start = offset + self.first * dtype.itemsize
         self.end = offset + (self.first + last + 1) * dtype.itemsize
         # A flat view of the target if the box is contiguous in the file and in the target.
         is_contiguous = last + 1 == target.numel() and target.is_contiguous()
@@ -340,7 +340,7 @@ def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
     """Fill `boxes` sequentially. Extents that lie entirely in boxes are read in place."""
     by_extent: dict[int, list[_Box]] = {}
     for box in boxes:
-        for index in range(box.begin // EXTENT, -(-box.end // EXTENT)):
+        for index in range(box.start // EXTENT, -(-box.end // EXTENT)):
             by_extent.setdefault(index, []).append(box)
     for index, extent_boxes in sorted(by_extent.items()):
         start, end = source.record.span(index)
@@ -348,7 +348,7 @@ def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
             source.read_extent(index, views)
             continue
         for box in extent_boxes:
-            low, high = max(box.begin, start), min(box.end, end)
+            low, high = max(box.start, start), min(box.end, end)
             box.put_bytes(source.extent(index)[low - start : high - start], low)
 
 
@@ -360,11 +360,11 @@ def _in_place_views(boxes: Sequence[_Box], start: int, end: int) -> list[memoryv
     views: list[memoryview] = []
     offset = start
     for box in boxes:
-        low, high = max(box.begin, start), min(box.end, end)
+        low, high = max(box.start, start), min(box.end, end)
         if box.bytes is None or not 0 <= low - offset < ALIGNMENT:
             return None
         padding = memoryview(bytearray(low - offset))
-        views += [padding, box.bytes[low - box.begin : high - box.begin]]
+        views += [padding, box.bytes[low - box.start : high - box.start]]
         offset = high
     return [*views, memoryview(bytearray(end - offset))] if end - offset < ALIGNMENT else None
 

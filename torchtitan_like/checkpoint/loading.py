@@ -38,7 +38,7 @@ def load_states(
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
     A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
-    A start that upcycles leaves the tensors unchanged that a dense model does not have.
+    An upcycling start leaves tensors unchanged that the dense model does not have.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """
@@ -79,7 +79,7 @@ def _load_step(
             for name, record in records.items()
             if verify == "full" or not name.startswith("shard-")
         }
-    votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
+    votes.run_on_leader(lambda: check_sizes(path, getattr(reader, "records", {})))
     loaded: Mapping[str, Mapping[str, Any]] = {}
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
@@ -88,7 +88,7 @@ def _load_step(
     else:
         loaded = _read_entries(start, states, votes, reader)
     if to_verify:
-        votes.all_do(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
+        votes.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
     for key, entries in loaded.items():
         states[key].load_state_dict(dict(entries))
 
@@ -117,7 +117,7 @@ def _read_entries(
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader, CheckedPlanner(path))
 
-    votes.all_do(read_metadata)
+    votes.run_on_all(read_metadata)
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
     counts = votes.group.sum_async([name in flat for name in stored]).wait()
@@ -126,7 +126,7 @@ def _read_entries(
         for name, count in zip(stored, counts, strict=True)
         if not count and name.split(".")[0] in states
     ]
-    votes.all_do(load)
+    votes.run_on_all(load)
     return {key: {name: targets[f"{key}.{name}"] for name in names} for key, names in dicts.items()}
 
 
@@ -143,8 +143,8 @@ def _load_weights(
     tensors, tied = model.state_dict(), spec.tied(args)
     if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)
-        votes.leader_does(lambda: check_sizes(path, records))
-        votes.all_do(lambda: verify_rest(path, records, {}, votes.group))
+        votes.run_on_leader(lambda: check_sizes(path, records))
+        votes.run_on_all(lambda: verify_rest(path, records, {}, votes.group))
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
 

@@ -2,13 +2,12 @@
 
 A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the
 exit code. Only the module of the chosen sub-command is imported. This package parses arguments and
-prints output; other rooms do the work.
+prints output; other packages do the work.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
@@ -17,8 +16,10 @@ from typing import NamedTuple
 
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
+from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
+HELP = ("--help", "-h", "help")
 
 
 class Command(NamedTuple):
@@ -122,7 +123,7 @@ SLURM = (
     Command(
         "slurm watchdog",
         "Watch",
-        "check once whether a job lives, a log grows and disk is left",
+        "check once that a job runs, a log grows and a disk has space",
         "slurm.watchdog",
     ),
     Command("slurm before", "In train.slurm", "print the step to continue from", "slurm.before"),
@@ -184,7 +185,7 @@ def _run(words: list[str]) -> int:
     prog = "titan"
     commands: Sequence[Command] = COMMANDS
     while True:
-        if not words or words[0] in ("-h", "--help"):
+        if not words or words[0] in HELP:
             if not words:
                 show_error(help_text(prog, commands), end="")
                 return USAGE_ERROR
@@ -248,11 +249,13 @@ def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> st
 
 
 def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
-    names = [command.name.split()[-1] for command in commands]
-    similar = difflib.get_close_matches(name, names, n=1)
+    names = [*(command.name.split()[-1] for command in commands), "--help"]
+    if commands is COMMANDS:
+        names.append("--version")
+    similar = nearest(name, names)
     remedy = f"Run `{prog} --help` for the list."
     if similar:
-        remedy = f"Did you mean `{prog} {similar[0]}`?"
+        remedy = f"Did you mean `{prog} {similar}`?"
     return f"{prog}: there is no command {name!r}. {remedy}"
 
 

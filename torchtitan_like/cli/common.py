@@ -11,7 +11,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show_error
 
 DAMAGED = 1
@@ -24,10 +27,11 @@ def add_json_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def positive_int(text: str) -> int:
-    """Parse an integer of 1 or more. Raises argparse.ArgumentTypeError."""
-    if not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"it is {text!r}. Expected an integer above 0: correct it")
-    return int(text)
+    """Parse an integer from 1 to 10^18. Raises argparse.ArgumentTypeError."""
+    if text.isdecimal() and len(text) < 20 and 0 < int(text) <= 10**18:
+        return int(text)
+    expected = "an integer above 0, at most 10^18"
+    raise argparse.ArgumentTypeError(f"it is {text[:40]!r}. Expected {expected}: correct it")
 
 
 def positive_number(text: str) -> float:
@@ -63,27 +67,53 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_checked(action: Callable[[], int]) -> int:
-    """Call `action` and return its code. Print expected errors, and return 1 for damage, else 2."""
+def run_checked(action: Callable[[], int], *, damage_code: int = DAMAGED) -> int:
+    """Call `action` and return its code. Print expected errors, and return 2.
+
+    damage_code: returned for a damaged checkpoint instead.
+    """
     from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
     from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import TokenizerError
+    from torchtitan_like.data.errors import DataError
 
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         return action()
-    except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
-        show_error(str(error))
-        return DAMAGED if isinstance(error, DamagedError) else FAILED
+    except (CheckpointError, ConfigError, DataError, OSError) as error:
+        show_problem(error)
+        return damage_code if isinstance(error, DamagedError) else FAILED
 
 
 def run_report(action: Callable[[], int]) -> int:
-    """Call `action`, which only reads files of runs, and return its code; 2 for expected errors."""
+    """Call `action` and return its code. Print an OSError or ValueError, and return 2."""
     try:
         return action()
     except (OSError, ValueError) as error:
-        show_error(str(error))
+        show_problem(error)
         return FAILED
+
+
+def run_job(decide: Callable[[dict[str, Any]], int]) -> int:
+    """Call `decide` with the configuration on standard input, and return its code.
+
+    Print expected errors, and return 78 for wrong input, or 74 for an unreadable file.
+    """
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.slurm.job import read_job_config
+
+    try:
+        return decide(read_job_config(sys.stdin))
+    except ValueError as error:
+        show_problem(error)
+        return int(ExitCode.BAD_CONFIG)
+    except (CheckpointError, OSError) as error:
+        show_problem(error)
+        return int(ExitCode.STORAGE)
+
+
+def show_problem(error: Exception) -> None:
+    """Print the message of an expected error on stderr."""
+    show_error(describe_os_error(error) if isinstance(error, OSError) else str(error))
 
 
 def print_json(value: object) -> None:

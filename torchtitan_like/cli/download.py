@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 
 from torchtitan_like.checkpoint.hf.download import ASSETS
@@ -18,6 +19,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--repo-id",
         "--repo_id",
         required=True,
+        type=_repo_id,
         metavar="OWNER/NAME",
         help="the model on the Hub",
     )
@@ -56,9 +58,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Writes the files to DIR/NAME; pass that folder as --model.hf_assets_path. Files that exist\n"
         "and are unchanged are not downloaded again. For a gated model, accept its license on its\n"
-        "page first. Returns 0, or 1 if the files could not be downloaded.\n\n"
+        "page first. Returns 0, 1 if the files could not be downloaded, or 2 for wrong input.\n\n"
         f"example: {EXAMPLE}"
     )
+
+
+def _repo_id(text: str) -> str:
+    """Parse the name of a model on the Hub; a few old ones have no owner."""
+    part = r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+    if not re.fullmatch(rf"({part}/)?{part}", text) or "--" in text or ".." in text:
+        raise argparse.ArgumentTypeError(
+            f"it is {text[:40]!r}. Expected OWNER/NAME, as in the address of the model: correct it"
+        )
+    return text
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, add_import_flag, positive_int
+from torchtitan_like.cli.common import FAILED, add_import_flag, positive_int, run_checked
 from torchtitan_like.util.output import show_error
 
 EXAMPLE = 'titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
@@ -56,12 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return FAILED
 
-    from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import TokenizerError
     from torchtitan_like.generate import continue_prompt
 
-    try:
+    def action() -> int:
         text = continue_prompt(
             arguments.step,
             arguments.prompt,
@@ -72,8 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
             top_k=arguments.top_k,
             seed=arguments.seed,
         )
-    except (CheckpointError, ConfigError, TokenizerError) as error:
-        show_error(str(error))
-        return FAILED
-    print(text)
-    return 0
+        print(text)
+        return 0
+
+    return run_checked(action, damage_code=FAILED)

@@ -422,7 +422,7 @@ class Data(Section):
     )
     on_bad_record: Literal["error", "skip"] = field(
         "error",
-        "For a line or row without readable text. error: end the run and report its position. "
+        "Handling of a line or row without readable text. error: end the run and report its position. "
         "skip: leave it out and count it.",
         needs=READING_TEXT,
     )

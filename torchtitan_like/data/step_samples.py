@@ -18,6 +18,8 @@ from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.run_directory import METRICS
 
+MAX_STEP = 10**12  # whose positions fit into 64 bits
+
 
 @dataclass(frozen=True)
 class StepSample:
@@ -61,6 +63,10 @@ def read_step(
     manifest: manifest of the checkpoint. Builds a missing token cache and writes nothing else.
     Raises DataError, also if the data ends before `step`.
     """
+    if step > MAX_STEP:
+        raise DataError(
+            f"step {step:,} is too large. Expected at most {MAX_STEP:,}: give an earlier one"
+        )
     sources = resolve_sources("training", training, data.sources)
     is_streamed = any(named.source.streaming for named in sources)
     with tempfile.TemporaryDirectory() as folder:

@@ -118,7 +118,7 @@ def read_options(
     nnodes = given["nnodes"] or "1"
     min_nodes, _, most = nnodes.partition(":")
     max_nodes = most if ":" in nnodes else min_nodes
-    bounds = _positive(min_nodes), _positive(max_nodes)
+    bounds = _num_nodes(min_nodes, nnodes), _num_nodes(max_nodes, nnodes)
     if bounds[0] > bounds[1]:
         raise LaunchError(
             f"NNODES={nnodes} (--nnodes) has a minimum above its maximum. Expected MIN:MAX. "
@@ -191,18 +191,27 @@ def torchrun_arguments(launch: Launch, log_folder: Path) -> list[str]:
 def _num_ranks(nproc: str, num_nodes: int, machine: Machine) -> int:
     """Return the number of ranks of this machine. With several machines, default to all GPUs."""
     nproc = nproc or (AUTO if num_nodes > 1 else "1")
-    if nproc != AUTO:
-        return _positive(nproc)
-    return machine.num_gpus or NUM_CPU_RANKS
-
-
-def _positive(text: str) -> int:
-    if not re.fullmatch(r"[1-9][0-9]*", text):
+    if nproc == AUTO:
+        return machine.num_gpus or NUM_CPU_RANKS
+    if not _is_positive(nproc):
         raise LaunchError(
-            f"NGPU or NNODES (--nproc, --nnodes) is {text!r}. Expected an integer above 0; NGPU "
-            f"may also be {AUTO}. Correct it."
+            f"NGPU={nproc!r} (--nproc) is not valid. Expected an integer above 0, or {AUTO}. "
+            "Correct it."
+        )
+    return int(nproc)
+
+
+def _num_nodes(text: str, nnodes: str) -> int:
+    if not _is_positive(text):
+        raise LaunchError(
+            f"NNODES={nnodes!r} (--nnodes) is not valid. Expected an integer above 0, or two as "
+            "MIN:MAX. Correct it."
         )
     return int(text)
+
+
+def _is_positive(text: str) -> bool:
+    return re.fullmatch(r"[1-9][0-9]{0,8}", text) is not None
 
 
 def _log_rank(text: str, num_ranks: int) -> str:

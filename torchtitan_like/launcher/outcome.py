@@ -15,17 +15,19 @@ from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
+from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     EXIT,
+    HEARTBEATS,
     RunEnd,
     attempt_folder,
     describe_error,
+    files_of_ranks,
     newest_attempt,
     numbered_attempts,
-    rank_of,
     ranks_with_errors,
     read_errors,
     read_exit,
@@ -33,7 +35,6 @@ from torchtitan_like.util.run_directory import (
     write_exit,
 )
 
-CRASH = 1
 MAX_SHOWN_RANKS = 32
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 
@@ -73,8 +74,8 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
             probe.write(b"x")
     except OSError as error:
         raise LaunchError(
-            f"Nothing was started: the run folder {folder} cannot be written: {error}. Expected a "
-            "disk with free space. Free some, repair the disk or choose another job.dump_folder",
+            f"Nothing was started: the run folder {folder} cannot be written: "
+            f"{describe_os_error(error)} Then start again, or choose another job.dump_folder",
             ExitCode.STORAGE,
         ) from error
     return folder
@@ -137,10 +138,7 @@ def _write_exit(folder: Path, end: RunEnd) -> None:
     try:
         write_exit(folder, end)
     except OSError as error:
-        show_error(
-            f"Cannot write {folder / EXIT}: {error}. Expected a disk with free space. Free some, "
-            "or repair the disk."
-        )
+        show_error(f"Cannot write {folder / EXIT}: {describe_os_error(error)}")
 
 
 def _has_started(folder: Path, since: float) -> bool:
@@ -188,7 +186,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     if record["phase"] == "config":
         return _report_refusal(folder, first)
     lines = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {describe_error(record)}"]
-    silent = {rank_of(path) for path in attempt.glob("heartbeat/rank-*.json")} - ranks
+    silent = files_of_ranks(attempt / HEARTBEATS).keys() - ranks
     if silent:
         shown = ", ".join(map(str, sorted(silent)[:MAX_SHOWN_RANKS]))
         if len(silent) > MAX_SHOWN_RANKS:

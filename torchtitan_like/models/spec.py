@@ -10,7 +10,6 @@ import importlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import (
@@ -27,6 +26,7 @@ from typing import (
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
 from torchtitan_like.models.upcycling import Upcycling
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,7 +148,8 @@ class ModelSpec:
     flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
     flops_formula            the formula of flops_per_token, for the log
     constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
-                             n_kv_heads, vocab_size, max_seq_len
+                             n_kv_heads, vocab_size, max_seq_len; ffn_dim, n_experts,
+                             expert_hidden_dim, and shared_experts_dim for networks that exist
     check(A)                 one sentence for each problem of the sizes; empty if there is none
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
@@ -160,8 +161,8 @@ class ModelSpec:
     hf_copies(A)             (Hugging Face name, name under which exports store it once more)
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
-    num_active_params(A)     number of parameters that compute a token, for a mixture of experts
-    upcycling(A)             how a dense model starts this mixture of experts, or why none can
+    num_active_params(A)     number of parameters that process a token, for a mixture of experts
+    upcycling(A)             `Upcycling` from a dense model to this MoE, or why it is not possible
 
     The defaults of these fields describe `layers.decoder.Decoder`:
 
@@ -280,8 +281,8 @@ def standard_hf_config(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, 
 
 
 def _suggestion(name: str, candidates: list[str]) -> str:
-    near = get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f" (perhaps {near[0]!r})" if near else ""
+    remedy = did_you_mean(name, candidates)
+    return f" ({remedy})" if remedy else ""
 
 
 def _has_type(value: object, hint: Any) -> bool:
@@ -319,6 +320,11 @@ def fit_positions(args: Any, num_positions: int) -> Any:
 def has_documents(args: Any) -> bool:
     """Return True if attention ends at document borders."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"
+
+
+def has_experts(spec: ModelSpec, args: Any) -> bool:
+    """Return True if some layers are mixtures of experts."""
+    return bool(spec.constraints(args).get("n_experts"))
 
 
 def num_mtp_layers(args: Any) -> int:

@@ -24,10 +24,10 @@ class StepRecord:
 
     They are 0-dim unless a shape is given, and must not be changed afterwards.
 
-    num_tokens: tokens read by all ranks. num_valid_tokens: those of them with a label.
+    num_tokens: tokens read by all ranks. num_valid_tokens: the tokens with a label among them.
     local_valid_tokens: labels of this data rank.
     loss_share: sum of this data rank's token losses / num_valid_tokens.
-    mtp_loss_share: as loss_share, of multi-token prediction, mean over depths; None without it.
+    mtp_loss_share: as loss_share, for multi-token prediction (mean over depths); None without it.
     grad_norm: of the whole model, before clipping; equal on all ranks.
     skipped: 1 if the update was skipped, else 0; equal on all ranks.
     data_digest, data_digest_chain: 64-bit digests of the tokens read.

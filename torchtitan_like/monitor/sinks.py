@@ -44,7 +44,7 @@ VALIDATION_SCALARS = {"loss": "loss", "bits_per_byte": "bits_per_byte", "tps": "
 
 
 class Sink(Protocol):
-    """Shows rows. What a call has shown is not lost if the process is killed after it returns."""
+    """Shows rows. A row is not lost if the process is killed after the call returns."""
 
     def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None: ...
 
@@ -58,7 +58,7 @@ def build_sinks(
     folder: Path,
     rank: int,
     failures: WriteFailures,
-    run_config: Mapping[str, object] | None = None,
+    run_config: Mapping[str, object],
 ) -> list[Sink]:
     """Build the sinks of a rank: the console, and dashboards on rank 0 or on all ranks.
 
@@ -72,7 +72,7 @@ def build_sinks(
                 sinks.append(TensorBoard(dashboards, rank, failures=failures))
         if section.enable_wandb:
             with failures.recording(dashboards):
-                sinks.append(WeightsAndBiases(dashboards, run_config or {}))
+                sinks.append(WeightsAndBiases(dashboards, run_config))
     return [*sinks, Console(use_colors(section.disable_color_printing))]
 
 
@@ -158,7 +158,7 @@ class TensorBoard(Dashboard):
     """Event files in `<folder>/<date-time>`, or `<folder>/rank_<r>/<date-time>` on ranks except 0.
 
     Each attempt has its own folder, so that no curve shows a step twice after a resume. The first
-    `write` imports the package, which keeps that out of the time to the first step.
+    `write` imports the package, so that the import does not delay the first step.
     """
 
     def __init__(

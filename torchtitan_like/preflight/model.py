@@ -7,12 +7,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
 from torchtitan_like.models.attention_rules import unsupported_attention
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
 from torchtitan_like.util.modules import import_named
 from torchtitan_like.util.reading import read_json
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -91,7 +92,7 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
         return None, None, problems
     if section.flavor not in spec.flavors:
         expected = f"a flavor of {section.name}: {', '.join(spec.flavors)}"
-        remedy = nearest(section.flavor, spec.flavors)
+        remedy = did_you_mean(section.flavor, spec.flavors)
         problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
         return None, None, [problem]
     try:
@@ -164,6 +165,6 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
                 "optimizer.no_weight_decay",
                 None,
                 f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
-                nearest(pattern, names),
+                did_you_mean(pattern, names),
                 involves=MODEL_KEYS,
             )

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.util.jsonl import decode
-from torchtitan_like.util.run_directory import CONFIG, METRICS, read_config
+from torchtitan_like.util.reading import FINITE, INTEGER, NUMBER, TEXT, Kind, check_kinds
+from torchtitan_like.util.run_directory import CONFIG, EVENTS, METRICS, read_config
 
 Row = dict[str, Any]
 
 MAX_ROWS = 1000
 MAX_BYTES = 8 * 2**20  # that hold them; the file of a long run is much larger
 METRICS_KEYS = ("step", "time", "n_tokens_seen", "loss", "grad_norm", "lr")  # in each row
+METRICS_KINDS = {
+    "step": INTEGER,
+    "time": FINITE,
+    "n_tokens_seen": INTEGER,
+    **dict.fromkeys(("loss", "max_loss", "grad_norm", "lr"), NUMBER),
+    **dict.fromkeys(("tps", "tflops", "mfu", "memory_gib"), NUMBER),
+}
+EVENT_KINDS = {"event": TEXT, "form": TEXT, "seconds": FINITE}
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
@@ -50,18 +59,26 @@ def read_metrics(run: Path) -> list[Row]:
         raise ValueError(
             f"{file} has no step. Expected at least one. Wait until the run has finished it."
         )
-    return _decode_rows(file, lines, METRICS_KEYS[:1])
+    return _decode_rows(file, lines, METRICS_KINDS, METRICS_KEYS[:1])
 
 
 def newest_metrics(run: Path, max_bytes: int = MAX_BYTES) -> list[Row]:
     """Return the last complete rows of a run's metrics.jsonl. See `newest_rows`."""
-    return newest_rows(run / METRICS, max_bytes, METRICS_KEYS)
+    return newest_rows(run / METRICS, METRICS_KINDS, METRICS_KEYS, max_bytes)
 
 
-def newest_rows(file: Path, max_bytes: int = MAX_BYTES, keys: Sequence[str] = ()) -> list[Row]:
+def newest_events(run: Path) -> list[Row]:
+    """Return the last complete rows of a run's events.jsonl. See `newest_rows`."""
+    return newest_rows(run / EVENTS, EVENT_KINDS, ("event",))
+
+
+def newest_rows(
+    file: Path, kinds: Mapping[str, Kind], keys: Sequence[str], max_bytes: int = MAX_BYTES
+) -> list[Row]:
     """Return the last complete rows, oldest first; [] without a file.
 
-    The last line may be half written. keys: each row must have them. Raises OSError, ValueError.
+    The last line may be half written. kinds: of the values that are read; keys: each row must have
+    them. Raises OSError, and ValueError with the path of a damaged file.
     """
     try:
         with file.open("rb") as stream:
@@ -70,20 +87,23 @@ def newest_rows(file: Path, max_bytes: int = MAX_BYTES, keys: Sequence[str] = ()
             lines = stream.read().split(b"\n")[start > 0 : -1]
     except FileNotFoundError:
         return []
-    return _decode_rows(file, lines[-MAX_ROWS:], keys)
+    return _decode_rows(file, lines[-MAX_ROWS:], kinds, keys)
 
 
-def _decode_rows(file: Path, lines: Sequence[bytes], keys: Sequence[str]) -> list[Row]:
+def _decode_rows(
+    file: Path, lines: Sequence[bytes], kinds: Mapping[str, Kind], keys: Sequence[str]
+) -> list[Row]:
     rows = []
     for line in lines:
         try:
             row = decode(line)
+            check_kinds(row, kinds)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"{file} is damaged at the line {line[:60]!r}: {error}. "
                 "Expected one JSON object per line. Delete this line."
             ) from error
-        missing = [key for key in keys if key not in row]
+        missing = [key for key in keys if row.get(key) is None]
         if missing:
             raise ValueError(
                 f"{file} has a row without {', '.join(missing)}: {line[:60]!r}. "

@@ -7,10 +7,18 @@ import statistics
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_like.report.files import newest_rows, step_seconds
+from torchtitan_like.report.files import (
+    METRICS_KINDS,
+    newest_events,
+    newest_rows,
+    read_run_config,
+    step_seconds,
+)
+from torchtitan_like.util.run_directory import METRICS
 from torchtitan_like.util.units import format_duration
 
 FACTORS = (0.25, 0.5, 1, 2, 4)  # of the best interval
+MAX_STEPS = 1e12  # of a best interval
 
 
 class Times(NamedTuple):
@@ -18,19 +26,28 @@ class Times(NamedTuple):
 
     save_seconds: float
     step_seconds: float
-    num_saves: int
+    num_checkpoints: int
     num_steps: int
 
 
 def measure_times(run: Path) -> Times:
-    """Measure a run's newest full checkpoints and steps. Raises ValueError if it has too few."""
-    events = newest_rows(run / "events.jsonl")
-    saves = [e["seconds"] for e in events if e["event"] == "save" and e["form"] == "full"]
-    steps = step_seconds(newest_rows(run / "metrics.jsonl"))
+    """Measure a run's newest full checkpoints and steps.
+
+    Raises OSError, and ValueError if `run` is not a run or has too few.
+    """
+    read_run_config(run)
+    saves = [
+        event["seconds"]
+        for event in newest_events(run)
+        if (event["event"], event.get("form")) == ("save", "full")
+        and event.get("seconds") is not None
+    ]
+    rows = newest_rows(run / METRICS, METRICS_KINDS, ("step", "time"))
+    steps = step_seconds(rows)
     if not (saves and steps):
         raise ValueError(
-            f"{run} has made {len(saves)} full saves and {len(steps) + 1} steps. Expected at least "
-            "one save and two steps. Try again later, or give --save-seconds and --step-seconds."
+            f"{run} has {len(saves)} full checkpoints and {len(rows)} steps. Expected at least one "
+            "checkpoint and two steps. Try again later, or give --save-seconds and --step-seconds."
         )
     return Times(statistics.median(saves), statistics.median(steps), len(saves), len(steps))
 
@@ -40,15 +57,21 @@ def interval_table(
 ) -> list[str]:
     """Return the lines of the table. The formula of Young and Daly gives the best interval.
 
-    interval: another one, in steps, to compare with.
+    interval: another one, in steps, to compare with. Raises ValueError for absurd times.
     """
     best_steps = math.sqrt(2 * save_seconds * mtbf_seconds) / step_seconds
+    if best_steps > MAX_STEPS:
+        raise ValueError(
+            f"The best interval of {save_seconds:.3g} s per checkpoint, {step_seconds:.3g} s per "
+            f"step and {mtbf_seconds:.3g} s between failures is {best_steps:.3g} steps. Expected "
+            f"at most {MAX_STEPS:.0e}. Correct the times."
+        )
     best = max(1, round(best_steps))
     candidates = {max(1, round(best_steps * factor)) for factor in FACTORS}
     if interval:
         candidates.add(interval)
     lines = [
-        f"{'steps':>8} {'between saves':>14} {'time saving':>12} {'lost per failure':>17} "
+        f"{'steps':>8} {'interval':>14} {'time saving':>12} {'lost per failure':>17} "
         f"{'lost in all':>12}"
     ]
     for steps in sorted(candidates):

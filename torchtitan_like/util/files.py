@@ -18,6 +18,8 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_like.util.os_errors import describe_os_error
+
 logger = logging.getLogger()
 
 
@@ -32,8 +34,8 @@ def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as error:
         raise StorageError(
-            f"The run folder {folder} cannot be written: {error}. Expected a disk with free space. "
-            "Free some, repair the disk or choose another job.dump_folder, then start the run again"
+            f"The run folder {folder} cannot be written: {describe_os_error(error)} Then start the "
+            "run again, or choose another job.dump_folder"
         ) from error
 
 
@@ -45,7 +47,7 @@ def atomic_file(
 
     It is written as `temporary` in the same folder, by default `<name>.tmp-<process id>`. If the
     block raises, `path` is unchanged and `temporary` is removed; a kill leaves `temporary`.
-    durable: the file and its name survive a power cut after the block. Raises OSError.
+    durable: the file and its name survive a power failure after the block. Raises OSError.
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:

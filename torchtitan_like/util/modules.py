@@ -43,7 +43,8 @@ def import_named(name: str) -> ModuleType:
 def searching_modules_in(folder: Path) -> Iterator[None]:
     """Search `folder` first for modules in the block, as `python -m` does for the current folder.
 
-    The block includes calls of the module's functions, which may import other modules.
+    The block includes calls of the module's functions, which may import other modules. This is the
+    only change of the search path in this package: the user names a module in that folder.
     """
     entry = str(folder)
     sys.path[:0] = [entry]

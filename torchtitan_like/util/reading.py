@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 MAX_BYTES = 2**28  # of a file that is read as a whole; the largest manifests have some 50 MB
 
@@ -48,3 +50,25 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
     """Read and parse a JSON file. Raises OSError, ValueError."""
     return parse_json(read_file(path, max_bytes))
+
+
+class Kind(NamedTuple):
+    """A kind of value that a reader expects, with a name such as "an integer"."""
+
+    name: str
+    accepts: Callable[[Any], bool]
+
+
+INTEGER = Kind("an integer of 64 bits", lambda value: type(value) is int and abs(value) < 2**63)
+NUMBER = Kind("a number", lambda value: type(value) is float or INTEGER.accepts(value))
+FINITE = Kind("a finite number", lambda value: NUMBER.accepts(value) and math.isfinite(value))
+BOOLEAN = Kind("true or false", lambda value: type(value) is bool)
+TEXT = Kind("a text", lambda value: type(value) is str)
+
+
+def check_kinds(content: Mapping[str, Any], kinds: Mapping[str, Kind]) -> None:
+    """Raise ValueError for a value of the wrong kind. Missing keys and None are accepted."""
+    for key, kind in kinds.items():
+        value = content.get(key)
+        if value is not None and not kind.accepts(value):
+            raise ValueError(f"{key} is {str(value)[:40]!r}, not {kind.name}")

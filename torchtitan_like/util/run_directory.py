@@ -5,7 +5,10 @@
     validation.jsonl       one row per validation
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
+    slurm.json             starts of a Slurm job in a row without a new checkpoint
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run
+    <checkpoint.folder>/   run.lock
+        step-<n>/          manifest.json, config.toml; PIN: prevents its deletion
     attempts/<n>/          one start of all ranks of the job; 0: errors of starts without a number
         config.toml        environment/
         logs/rank<r>.log   heartbeat/rank-<r>.json
@@ -19,13 +22,23 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchtitan_like.util.files import StorageError, write_atomically
-from torchtitan_like.util.reading import read_json, read_text
+from torchtitan_like.util.reading import (
+    BOOLEAN,
+    FINITE,
+    INTEGER,
+    TEXT,
+    Kind,
+    check_kinds,
+    read_json,
+    read_text,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,8 +50,15 @@ METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
 EVENTS = "events.jsonl"
 EXIT = "exit.json"
+STARTS = "slurm.json"
 EXPORT_SWITCH = "EXPORT"  # `resilience` names the other two
 ATTEMPTS = "attempts"
+
+# In the folder of the checkpoints, and in each of them.
+LOCK = "run.lock"
+STEP = re.compile(r"step-(\d+)")
+MANIFEST = "manifest.json"
+PIN = "PIN"  # users may write a reason into it
 
 # In the folder of an attempt.
 ENVIRONMENT = "environment"
@@ -47,6 +67,15 @@ HEARTBEATS = "heartbeat"
 ERRORS = "errors"
 FIRST_ERROR = "first.json"
 BAD_STEPS = "bad-steps"
+
+# Settings that tools read, and content of a heartbeat. Other settings and keys may have any value.
+CONFIG_KINDS: dict[str, dict[str, Kind]] = {
+    "job": {"dump_folder": TEXT},
+    "training": {"steps": INTEGER},
+    "checkpoint": {"enable": BOOLEAN, "folder": TEXT, "load_step": INTEGER},
+    "resilience": {"kill_switch_path": TEXT, "save_switch_path": TEXT},
+}
+HEARTBEAT_KINDS = {"phase": TEXT, "step": INTEGER, "micro_batch": INTEGER, "time": FINITE}
 
 # Environment variable, set by the launcher: its own folder, for exit.json if the run's is full.
 LAUNCHER_FOLDER = "TORCHTITAN_LIKE_LAUNCHER_FOLDER"
@@ -73,7 +102,22 @@ class Switches(NamedTuple):
 
 def read_config(run: Path) -> dict[str, Any]:
     """Read the resolved configuration of the newest attempt. Raises OSError, ValueError."""
-    config: dict[str, Any] = tomllib.loads(read_text(run / CONFIG))
+    return parse_config(read_text(run / CONFIG))
+
+
+def parse_config(text: str) -> dict[str, dict[str, Any]]:
+    """Parse a resolved configuration. Raises ValueError for a value that no tool can use."""
+    try:
+        config: dict[str, Any] = tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    for name, section in config.items():
+        if not isinstance(section, dict):
+            raise ValueError(f"{name} is {str(section)[:40]!r}, not a table")
+        try:
+            check_kinds(section, CONFIG_KINDS.get(name, {}))
+        except ValueError as error:
+            raise ValueError(f"{name}.{error}") from None
     return config
 
 
@@ -85,12 +129,13 @@ def switches(run: Path, kill_path: str, save_path: str) -> Switches:
 def read_exit(run: Path) -> RunEnd:
     """Read exit.json. Raises OSError, and ValueError if it is malformed."""
     path = run / EXIT
-    content = read_json(path)
     try:
+        content = read_json(path)
+        check_kinds(content, {"reason": TEXT, "code": INTEGER, "step": INTEGER})
         return RunEnd(str(content["reason"]), int(content["code"]), content["step"])
-    except (KeyError, TypeError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is malformed. Expected reason, code and step: remove it"
+            f"{path} is malformed: {error}. Expected reason, code and step: remove it"
         ) from error
 
 
@@ -116,6 +161,20 @@ def write_exit_for_launcher(end: RunEnd) -> None:
         write_exit(Path(folder), end)
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
+
+
+# ---- checkpoints
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder, or None if it is another name."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 # ---- attempts
@@ -154,22 +213,23 @@ def heartbeat_file(attempt: Path, rank: int) -> Path:
 def read_heartbeats(attempt: Path) -> dict[int, dict[str, Any]]:
     """Read the heartbeats of an attempt by rank: phase, step, micro_batch, time, host, pid.
 
-    Skips unreadable files, because their ranks may be replacing them.
+    Skips malformed files, because their ranks may be replacing them.
     """
     heartbeats = {}
-    for path in (attempt / HEARTBEATS).glob("rank-*.json"):
+    for rank, path in files_of_ranks(attempt / HEARTBEATS).items():
         try:
             content = read_json(path)
-        except (OSError, ValueError):
+            check_kinds(content, HEARTBEAT_KINDS)
+        except (OSError, ValueError, AttributeError):
             continue
-        if isinstance(content, dict):
-            heartbeats[rank_of(path)] = content
-    return dict(sorted(heartbeats.items()))
+        heartbeats[rank] = content
+    return heartbeats
 
 
-def rank_of(path: Path) -> int:
-    """Return the rank in the file name of a heartbeat or error record."""
-    return int(path.stem.removeprefix("rank-"))
+def files_of_ranks(folder: Path) -> dict[int, Path]:
+    """Return the heartbeats or error records in a folder, by rank. Skips files of other names."""
+    numbered = ((path.stem.removeprefix("rank-"), path) for path in folder.glob("rank-*.json"))
+    return dict(sorted((int(number), path) for number, path in numbered if number.isdecimal()))
 
 
 # ---- errors of an attempt
@@ -182,7 +242,7 @@ def error_file(attempt: Path, rank: int) -> Path:
 
 def ranks_with_errors(attempt: Path) -> set[int]:
     """Return the ranks of an attempt that left an error record, without reading the records."""
-    return {rank_of(path) for path in (attempt / ERRORS).glob("rank-*.json")}
+    return set(files_of_ranks(attempt / ERRORS))
 
 
 def read_errors(attempt: Path) -> list[dict[str, Any]]:
@@ -190,7 +250,7 @@ def read_errors(attempt: Path) -> list[dict[str, Any]]:
 
     The earliest error is the cause: the other ranks then fail on broken connections.
     """
-    return [dict(read_json(path)) for path in (attempt / ERRORS).glob("rank-*.json")]
+    return [dict(read_json(path)) for path in files_of_ranks(attempt / ERRORS).values()]
 
 
 def read_first_error(attempt: Path) -> dict[str, Any] | None:

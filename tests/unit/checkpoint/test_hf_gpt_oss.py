@@ -112,7 +112,7 @@ def test_alternating_tensors_must_be_several_of_one_shape():
 
 
 def quantized_files(folder, args, model):
-    """Write random MXFP4 experts in place of those of the model; return the stored tensors."""
+    """Replace the experts in the files by random MXFP4 experts. Return the tensors."""
     export(folder, args, model, torch.bfloat16)
     stored = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -134,7 +134,7 @@ def quantized_files(folder, args, model):
 
 
 @pytest.mark.parametrize("max_elements", [2**22, 500])
-def test_mxfp4_weights_equal_those_of_transformers(tmp_path, monkeypatch, max_elements):
+def test_mxfp4_weights_equal_transformers(tmp_path, monkeypatch, max_elements):
     """All 4-bit values, and scales from the smallest to the largest; in one box and in many."""
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     monkeypatch.setattr(reads, "MAX_ELEMENTS", max_elements)
@@ -200,7 +200,7 @@ def test_values_of_one_block():
     assert actual.tolist() == expected
 
 
-def test_the_published_config_equals_that_of_the_flavor(tmp_path):
+def test_the_published_config_equals_the_flavor(tmp_path):
     """The keys of openai/gpt-oss-20b's config.json that describe the model."""
     published = {
         "architectures": ["GptOssForCausalLM"],

@@ -13,7 +13,6 @@ from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.step_folders import (
-    MANIFEST,
     all_steps,
     file_records,
     numbered_folders,
@@ -24,6 +23,7 @@ from torchtitan_like.checkpoint.step_folders import (
     supersede_later,
     write_manifest,
 )
+from torchtitan_like.util.run_directory import MANIFEST
 
 
 def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:

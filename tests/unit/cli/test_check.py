@@ -36,6 +36,16 @@ def test_prints_toml_that_can_be_run_again(
     assert capsys.readouterr().out == captured.out
 
 
+def test_a_misspelled_bundled_config_is_suggested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert check(["debug_modle.toml"]) == 78
+    assert 'an existing file -> did you mean "debug_model.toml"?' in capsys.readouterr().err
+    assert check(["folder/debug_modle.toml"]) == 78
+    assert "there is no TOML file in folder/" in capsys.readouterr().err
+
+
 def test_output_of_an_imported_module_goes_to_stderr(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

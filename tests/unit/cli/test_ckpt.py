@@ -121,6 +121,31 @@ def test_ls_refuses_a_folder_without_checkpoints(
     assert run(capsys, "ls", tmp_path) == (2, message)
 
 
+@pytest.mark.parametrize("command", ["ls", "offload", "verify"])
+def test_the_checkpoint_folder_of_a_run_is_suggested(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "run/checkpoint", "9", "10")
+    target = [tmp_path / "archive"] if command == "offload" else []
+    code, text = run(capsys, command, tmp_path / "run", *target)
+    assert code == 2 and text.endswith(f": give {tmp_path / 'run/checkpoint'}\n")
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint"])
+@pytest.mark.parametrize(
+    "words", ["ckpt show", "ckpt export", "ckpt convert", "generate", "data show"]
+)
+def test_a_step_is_suggested_for_a_folder_of_steps(
+    words: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "checkpoint", "9", "10")
+    options = {"export": ["out"], "convert": ["out", "--to", "pt"], "data": ["--step", "1"]}
+    extra = [option for word in words.split() for option in options.get(word, [])]
+    assert main([*words.split(), str(tmp_path / below), *extra]) == 2
+    step = tmp_path / "checkpoint/step-10"
+    assert capsys.readouterr().err.endswith(f": give a step, such as {step}\n")
+
+
 def test_show_lists_the_manifest_and_every_tensor(
     step: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +246,16 @@ def test_diff_reports_settings_names_shapes_and_numbers(
         "model.output.weight: float32 [2048, 32] -> bfloat16 [2048, 32]",
         "19 of 21 common tensors are equal bit for bit",
     ]
+
+
+def test_a_damaged_checkpoint_cannot_be_compared(
+    step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Code 1 would mean that two intact checkpoints differ."""
+    damaged = shutil.copytree(step, tmp_path / "step-7")
+    flip_bit(next(damaged.glob("shard-*.bin")), 50)
+    code, text = run(capsys, "diff", step, damaged)
+    assert code == 2 and "is damaged" in text
 
 
 def test_diff_compares_values_that_are_not_tensors(
@@ -626,6 +661,40 @@ def test_a_copy_that_cannot_be_verified_removes_no_step(
     assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
 
 
+@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
+@pytest.mark.parametrize("archive", ["run", "other/../run", "link", "run/archive", "run/step-10"])
+def test_the_archive_must_be_outside_the_checkpoint_folder(
+    archive: str, dry_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_steps(tmp_path / "run", "10", "20", "30")
+    (tmp_path / "link").symlink_to("run")
+    (tmp_path / "other").mkdir()
+    code, text = run(capsys, "offload", tmp_path / "run", tmp_path / archive, "--keep", 1, *dry_run)
+    assert code == 2 and "is the folder of the checkpoints, or in it. Expected an archive" in text
+    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+@pytest.mark.parametrize("is_tree", [False, True], ids=["linked folder", "linked files"])
+def test_a_copy_made_of_links_removes_no_step(
+    is_tree: bool, has_checksums: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mount of the step's folder has the same inode as the step, and is refused alike."""
+    folder, archive = tmp_path / "run", tmp_path / "archive"
+    make_steps(folder, "10", "20")
+    link = archive / "step-10"
+    archive.mkdir()
+    if is_tree:
+        shutil.copytree(folder / "step-10", link, copy_function=os.symlink)
+    else:
+        link.symlink_to(folder / "step-10")
+    if has_checksums:
+        (archive / "step-10.sha256").touch()
+    code, text = run(capsys, "offload", folder, archive, "--keep", 1)
+    assert code == 2 and f"{link} has files of {folder / 'step-10'} itself" in text
+    assert (folder / "step-10/manifest.json").exists()
+
+
 # ---- interval
 
 
@@ -634,6 +703,15 @@ def test_the_time_between_failures_must_be_above_0(capsys: pytest.CaptureFixture
         run(capsys, "interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 0)
     message = "argument --mtbf-hours: it is '0'. Expected a number above 0: correct it\n"
     assert capsys.readouterr().err.endswith(message)
+
+
+@pytest.mark.parametrize("seconds", [("1e308", "1e-308"), ("1e308", "1e300"), ("1e9", "1e-9")])
+def test_an_interval_of_absurd_times_is_refused(
+    seconds: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--save-seconds", seconds[0], "--step-seconds", seconds[1], "--mtbf-hours", "1e300"]
+    code, text = run(capsys, "interval", *argv)
+    assert code == 2 and "steps. Expected at most 1e+12. Correct the times." in text
 
 
 def test_the_best_interval_follows_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
@@ -671,14 +749,21 @@ def test_interval_reads_the_times_of_a_run(
         "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti'
     )
     (tmp_path / "events.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}])
+        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}, {"event": "save"}])
     )
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 1000\n")
     lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
-    assert lines[0] == f"40 s per save, 2.5 s per step, from 2 saves and 397 steps of {tmp_path}"
+    times = "40 s per checkpoint, 2.5 s per step"
+    assert lines[0] == f"{times}, from 2 checkpoints and 397 steps of {tmp_path}"
     assert lines[4].split()[0] == "744"
-    assert run(capsys, "interval", "--run", tmp_path / "nowhere", "--mtbf-hours", 12)[0] == 2
+    nowhere = tmp_path / "nowhere"
+    code, text = run(capsys, "interval", "--run", nowhere, "--mtbf-hours", 12)
+    assert code == 2 and text.startswith(f"{nowhere} is not the folder of a run: cannot read")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
+    code, text = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)
+    assert code == 2 and text.startswith(f"{tmp_path} has 2 full checkpoints and 1 steps.")
     assert run(capsys, "interval", "--mtbf-hours", 12) == (
         2,
-        "The times of a save and of a step are unknown. Expected --save-seconds and "
+        "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
         "--step-seconds, or --run: add them\n",
     )

@@ -106,6 +106,20 @@ def test_each_failure_reports_a_remedy_and_returns_1(hub, capsys, error, text) -
     assert hub.downloads == []
 
 
+@pytest.mark.parametrize("name", ["", "a/b/c", "/b", "a/", "a b/c", "a/b--c", "../b", "a/-b"])
+def test_a_malformed_name_is_refused_without_the_network(hub, capsys, name) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["download", f"--repo-id={name}"])
+    assert f"argument --repo-id/--repo_id: it is {name!r}. Expected OWNER/NAME" in (
+        capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2", "Qwen/Qwen3-0.6B", "a/b_c.d"])
+def test_names_of_the_hub_are_accepted(hub, capsys, name) -> None:
+    assert main(["download", "--repo-id", name, "--dry-run"]) == 0
+
+
 def test_no_matching_file_is_a_failure(hub, capsys, monkeypatch) -> None:
     monkeypatch.setitem(download.ASSETS, "config", ("nothing.json",))
     assert main(["download", "--repo-id", "owner/m", "--assets", "config"]) == 1

@@ -76,8 +76,13 @@ def run_titan(command: str, folder: Path, **env: str) -> str:
     """Run a command in `folder`, in a new process. Returns its stdout."""
     words = shlex.split(command)
     assert words[0] == "titan"
+    return run_python(["-m", "torchtitan_like", *words[1:]], folder, **env)
+
+
+def run_python(words: list[str], folder: Path, **env: str) -> str:
+    """Run Python in `folder`. Returns its stdout."""
     done = subprocess.run(
-        [sys.executable, "-m", "torchtitan_like", *words[1:]],
+        [sys.executable, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), **env},
         capture_output=True,
@@ -290,6 +295,15 @@ def test_data_show(trained: Path) -> None:
     assert output.endswith(", the same\n")
 
 
+@pytest.mark.parametrize(("step", "code"), [(10**12, 0), (10**12 + 1, 2), (10**18, 2)])
+def test_a_distant_step_is_shown_at_once(
+    step: int, code: int, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(trained)
+    words = ["data", "show", "outputs/checkpoint/step-100", "--step", str(step)]
+    assert cli.main(words) == code
+
+
 def test_data_tiny(folder: Path) -> None:
     assert "tiny/tokenizer: 400 of 2,048 entries" in run_example("data tiny", folder)
     assert (folder / "tiny/tokenizer/tokenizer.json").exists()
@@ -376,14 +390,19 @@ def local_hub() -> Iterator[str]:
 
 
 def test_download(tmp_path: Path) -> None:
+    check_download(["-m", "torchtitan_like", *shlex.split(example_of("download"))[1:]], tmp_path)
+
+
+def test_the_old_command_line_of_download_works(tmp_path: Path) -> None:
+    words = "--repo_id meta-llama/Llama-3.1-8B --assets tokenizer config"
+    check_download([str(ROOT / "scripts/download_assets.py"), *words.split()], tmp_path)
+
+
+def check_download(words: list[str], tmp_path: Path) -> None:
+    """Run Python with `words`, next to a local Hub. Check the downloaded files."""
     with local_hub() as address:
-        output = run_example(
-            "download",
-            tmp_path,
-            HF_ENDPOINT=address,
-            HF_HOME=str(tmp_path / "hub"),
-            HF_HUB_OFFLINE="0",
-        )
+        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+        output = run_python(words, tmp_path, **env)
     folder = tmp_path / "assets/hf/Llama-3.1-8B"
     downloaded = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
     expected = {name: HUB_FILES[name] for name in ("config.json", "tokenizer.json")}

@@ -16,7 +16,7 @@ from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.report import status
-from torchtitan_like.report.files import newest_rows
+from torchtitan_like.report.files import METRICS_KINDS, newest_rows
 from torchtitan_like.report.runs import list_runs
 from torchtitan_like.resilience.requests import Request
 from torchtitan_like.resilience.switches import Switches
@@ -102,10 +102,14 @@ def test_ranks_are_grouped_by_step_and_micro_batch(run: Path) -> None:
     assert lines[2:] == ["SILENT for more than 60 s: ranks 2"]
 
 
+MALFORMED_HEARTBEATS = ("{", "[]", "{}", '{"time": 1, "step": "x"}', '{"time": Infinity}')
+
+
 def test_a_malformed_heartbeat_is_ignored(run: Path) -> None:
     write_heartbeat(run, 0, step=11, micro_batch=2, seconds=1)
-    for rank, content in enumerate(("{", "[]", "{}"), start=1):
+    for rank, content in enumerate(MALFORMED_HEARTBEATS, start=1):
         (run / f"attempts/2/heartbeat/rank-{rank}.json").write_text(content)
+    (run / "attempts/2/heartbeat/rank-x.json").write_text('{"step": 11, "time": 1}')
     (line,) = status.heartbeat_lines(run, NOW)
     assert line.startswith("1 of 1 ranks in step 11")
 
@@ -128,9 +132,10 @@ def test_format_of_durations(seconds: float, text: str) -> None:
 def test_only_the_newest_rows_of_a_long_file_are_read(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(5000)))
-    rows = newest_rows(file)
+    rows = newest_rows(file, METRICS_KINDS, ["step"])
     assert [rows[0]["step"], rows[-1]["step"]] == [4000, 4999]
-    assert [row["step"] for row in newest_rows(file, max_bytes=40)] == [4998, 4999]
+    rows = newest_rows(file, METRICS_KINDS, ["step"], max_bytes=40)
+    assert [row["step"] for row in rows] == [4998, 4999]
 
 
 @pytest.mark.parametrize("verb", ["watch", "save", "stop"])
@@ -145,6 +150,55 @@ def test_a_folder_that_is_not_a_run_is_refused(
     (tmp_path / "config.toml").write_text("[training\n")
     code, text = titan_run(capsys, verb, tmp_path, *once)
     assert code == 2 and "config.toml is damaged" in text
+
+
+@pytest.mark.parametrize("verb", ["ls", "watch", "save", "stop"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("training = 3", "training is '3', not a table"),
+        ("resilience = 4", "resilience is '4', not a table"),
+        ("[checkpoint]\nfolder = 3", "checkpoint.folder is '3', not a text"),
+        ("[resilience]\nkill_switch_path = 4", "resilience.kill_switch_path is '4', not a text"),
+        ("x = " + 10_000 * "[", "it is nested too deeply"),
+    ],
+)
+def test_a_configuration_of_other_kinds_is_damaged(
+    verb: str, text: str, problem: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "config.toml").write_text(f"{text}\n")
+    code, output = titan_run(capsys, verb, run, *(["--once"] if verb == "watch" else []))
+    if verb == "ls":
+        assert code == 0 and "unreadable" in output
+    else:
+        assert code == 2 and f"config.toml is damaged: {problem}" in output
+
+
+@pytest.mark.parametrize("value", ['"abc"', "[]", "{}", "true", 400 * "9"])
+@pytest.mark.parametrize("key", ["step", "time", "n_tokens_seen", "loss", "grad_norm", "lr", "tps"])
+def test_one_run_with_a_wrong_value_is_unreadable(
+    key: str, value: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    intact = write_run(run.parent / "intact", NOW)
+    row = json.loads((run / "metrics.jsonl").read_text().splitlines()[9])
+    wrong = json.dumps(row | {key: "VALUE"}).replace('"VALUE"', value)
+    (run / "metrics.jsonl").write_text(f"{wrong}\n")
+    code, text = titan_run(capsys, "ls", run.parent)
+    states = dict(line.split()[:2] for line in text.splitlines()[1:])
+    assert code == 0 and states == {str(run): "unreadable", str(intact): "silent"}
+    code, text = titan_run(capsys, "watch", run, "--once")
+    assert code == 2 and "metrics.jsonl is damaged at the line" in text
+    assert f"{key} is {str(json.loads(value))[:40]!r}, not a" in text
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"reason": "done", "code": "x", "step": 1}'])
+def test_a_malformed_exit_json_is_named(
+    text: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "exit.json").write_text(text)
+    code, output = titan_run(capsys, "save", run)
+    assert code == 2 and output.startswith(f"{run / 'exit.json'} is malformed: ")
+    assert "Expected reason, code and step: remove it" in output
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,17 @@ def test_the_first_difference_of_each_key_is_reported(
     assert "loss" not in capsys.readouterr().out.replace("max_loss", "")
 
 
+@pytest.mark.parametrize("key", ["loss", "max_loss", "grad_norm", "step"])
+def test_a_value_that_is_not_a_number_is_named(
+    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5, **{key: {3: "many"}})]
+    assert main(runs) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{runs[1]}/metrics.jsonl is damaged at the line")
+    assert f"{key} is 'many', not a" in error
+
+
 def test_data_only_ignores_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5, loss={2: float("nan")})]
     assert main([*runs, "--data-only"]) == 0

@@ -22,6 +22,7 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.harness.users import as_user_without_rights
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.batch import Batch, assemble
 from torchtitan_like.data.batches.batch import Plan as ReadingPlan
@@ -43,7 +44,7 @@ from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, 
 from torchtitan_like.data.tokens.token_file import TokenFile, TokenMeta
 
 from .conftest import flip_bit, write_jsonl
-from .test_token_cache import as_user_without_rights, wait_for
+from .test_token_cache import wait_for
 
 Build = Callable[..., TrainBatches]
 BEST_FIT = {"packing": "best_fit"}

@@ -42,6 +42,21 @@ pairs = st.lists(st.tuples(st.integers(1, 12), st.integers(0, 4)), max_size=3).m
 )
 
 
+@given(sizes=growing, skipped=pairs, start=st.integers(0, 40), num_steps=st.integers(0, 40))
+def test_many_steps_are_passed_at_once(
+    sizes: list[tuple[int, int]], skipped: list[list[int]], start: int, num_steps: int
+) -> None:
+    positions = StepPositions(sizes, skipped)
+    steps = read_steps(positions, num_steps, start)
+    assert positions.position_after(start, num_steps) == (steps[-1][-1] + 1 if steps else start)
+
+
+def test_a_distant_step_takes_no_loop() -> None:
+    """Steps 1 to 5 of the grid have 12 samples, all later ones 8; two steps are skipped."""
+    num_later = 10**15 + 2 - 5
+    assert StepPositions(SIZES, [[3, 4]]).position_after(0, 10**15) == 12 + 8 * num_later
+
+
 @given(sizes=growing, skipped=pairs)
 def test_steps_read_the_samples_that_are_not_skipped(
     sizes: list[tuple[int, int]], skipped: list[list[int]]

@@ -20,6 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
+from tests.harness.users import as_user_without_rights
 from torchtitan_like.config.sections_training import Data
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples import best_fit
@@ -384,22 +385,6 @@ def test_searching_a_long_list_of_documents_reads_few_blocks(
     )
     fresh.searchsorted(numbers[100:101])
     assert len(reads) <= 5  # a binary search over 13 blocks, then the block itself
-
-
-@contextlib.contextmanager
-def as_user_without_rights() -> Iterator[None]:
-    """Run as the user nobody, because root may write anywhere."""
-    if os.geteuid() != 0:
-        yield
-        return
-    try:
-        os.seteuid(65534)
-    except OSError:
-        pytest.skip("root cannot switch to another user")
-    try:
-        yield
-    finally:
-        os.seteuid(0)
 
 
 @pytest.fixture

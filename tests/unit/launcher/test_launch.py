@@ -457,7 +457,7 @@ def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
             {"NNODES": "4:2", "MASTER_ADDR": "n1"},
             "NNODES=4:2 (--nnodes) has a minimum above its maximum. Expected MIN:MAX.",
         ),
-        ({"NNODES": "1:x"}, "is 'x'. Expected an integer above 0"),
+        ({"NNODES": "1:x"}, "NNODES='1:x' (--nnodes) is not valid. Expected an integer above 0"),
         (
             {"NNODES": "1:2", "MASTER_ADDR": "n1", "NODE_RANK": "0"},
             "is a range. Expected one number of machines",
@@ -466,8 +466,11 @@ def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
             {"MAX_RESTARTS": "yes"},
             "MAX_RESTARTS='yes' (--max-restarts) is not valid. Expected an integer",
         ),
-        ({"NGPU": "all"}, "is 'all'. Expected an integer above 0"),
-        ({"NGPU": "0"}, "is '0'. Expected an integer above 0"),
+        (
+            {"NGPU": "all"},
+            "NGPU='all' (--nproc) is not valid. Expected an integer above 0, or auto.",
+        ),
+        ({"NGPU": "0"}, "NGPU='0' (--nproc) is not valid."),
         (
             {"LOG_RANK": "abc"},
             "LOG_RANK='abc' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",

@@ -103,7 +103,7 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The first three totals are those of transformers' models of these sizes."""
+    """The first three totals equal transformers' models of these sizes."""
     args = resolve_args(DEEPSEEK, flavor, {})
     with torch.device("meta"):
         model = DEEPSEEK.build(args)
@@ -143,7 +143,7 @@ def test_number_of_parameters_and_flops(flavor, total, active, gflops):
         ({"n_kv_heads": 4}, "n_kv_heads = 4: deepseek_v3 has no such argument"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
+def test_the_error_names_a_wrong_size(overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(DEEPSEEK, "debugmodel", overrides)
     assert expected in str(error.value)
@@ -176,7 +176,7 @@ def test_every_parameter_has_one_role_and_one_rule():
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
+def test_rules_of_initial_weights(name, rule):
     rules = DEEPSEEK.init_table(resolve_args(DEEPSEEK, "debugmodel", {}))
     actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
     assert actual.kind == rule.kind
@@ -237,7 +237,7 @@ def test_logits_gradients_and_routing_equal_transformers(monkeypatch, seed, scor
     select = Router.select
 
     def traced_select(router, logits, expert_bias):
-        gaps.append(gap_at_the_cut(router, logits, expert_bias))
+        gaps.append(selection_margin(router, logits, expert_bias))
         chosen.append(select(router, logits, expert_bias))
         return chosen[-1]
 
@@ -267,7 +267,7 @@ def test_logits_gradients_and_routing_equal_transformers(monkeypatch, seed, scor
         assert error <= 1e-5 * expected[name].norm(), name
 
 
-def gap_at_the_cut(router, logits, expert_bias):
+def selection_margin(router, logits, expert_bias):
     """Return how much the best rejected score of each token must rise to be chosen."""
     scores = logits.softmax(-1) if router.score_func == "softmax" else logits.sigmoid()
     scores = scores if expert_bias is None else scores + expert_bias
@@ -323,8 +323,8 @@ def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
 
 
-def test_generates_text():
-    """Also beyond the window, which then moves."""
+def test_generation_beyond_the_context_window():
+    """The window moves when the text is longer."""
     _, model = build({"vocab_size": 64, **SIGMOID})
     sampling = {"temperature": 0.0, "top_k": 1, "stop": None, "window": 8}
     new_ids = generate(model, [1, 2, 3], num_tokens=9, **sampling)

@@ -94,7 +94,7 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The last two totals are those of transformers' models of these sizes."""
+    """The last two totals equal transformers' models of these sizes."""
     args = resolve_args(GPT_OSS, flavor, {})
     with torch.device("meta"):
         model = GPT_OSS.build(args)
@@ -133,7 +133,7 @@ def test_windows_bound_the_flops_of_half_of_the_layers():
         ({"load_balance": "even"}, "load_balance = 'even': expected one of"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
+def test_the_error_names_a_wrong_size(overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(GPT_OSS, "debugmodel", overrides)
     assert expected in str(error.value)
@@ -163,7 +163,7 @@ def test_every_parameter_has_one_role_and_one_rule():
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
+def test_rules_of_initial_weights(name, rule):
     rules = GPT_OSS.init_table(resolve_args(GPT_OSS, "debugmodel", {}))
     actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
     assert actual.kind == rule.kind
@@ -173,8 +173,8 @@ def test_initial_weights(name, rule):
 # ---- attention
 
 
-def test_layers_take_turns_with_and_without_a_window():
-    """With one layer, a token does not see what lies before its window; with two, it does."""
+def test_every_second_layer_has_a_window():
+    """With one layer, tokens before the window do not affect a token; with two layers, they do."""
     for n_layers, sees in ((1, False), (2, True)):
         args, model = build({"n_layers": n_layers, "top_k": 8})
         perturb(model)
@@ -189,8 +189,8 @@ def test_layers_take_turns_with_and_without_a_window():
 
 
 @pytest.mark.parametrize("window", [4, 64])
-def test_documents_do_not_see_each_other(window):
-    """Two documents in one sample give the logits that each gives alone."""
+def test_documents_do_not_affect_each_other(window):
+    """Two documents in one sample have the same logits as in separate samples."""
     overrides = {"sliding_window_size": window, "attn_mask_type": "block_causal"}
     args, model = build(overrides, torch.float64)
     perturb(model)
@@ -202,7 +202,7 @@ def test_documents_do_not_see_each_other(window):
 
 
 def test_a_high_sink_takes_all_attention():
-    """Attention then adds its output bias only, whatever the tokens before are."""
+    """Attention then adds only its output bias, for any earlier tokens."""
     args, model = build({"n_layers": 1, "top_k": 8})
     perturb(model)
     tokens = some_tokens(args, batch=1, seq=6)

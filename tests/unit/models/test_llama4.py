@@ -97,7 +97,7 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The totals are those of transformers' text models of these sizes."""
+    """The totals equal transformers' text models of these sizes."""
     args = resolve_args(LLAMA4, flavor, {})
     with torch.device("meta"):
         model = LLAMA4.build(args)
@@ -147,7 +147,7 @@ def test_layers_of_the_published_models(flavor):
         ({"load_balance": "even"}, "load_balance = 'even': expected one of"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
+def test_the_error_names_a_wrong_size(overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(LLAMA4, "debugmodel", overrides)
     assert expected in str(error.value)
@@ -184,7 +184,7 @@ RESIDUAL = InitRule("trunc_normal", 0.01, 200.0)
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
+def test_rules_of_initial_weights(name, rule):
     rules = LLAMA4.init_table(resolve_args(LLAMA4, "debugmodel", {}))
     actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
     assert actual.kind == rule.kind
@@ -194,7 +194,7 @@ def test_initial_weights(name, rule):
 # ---- attention
 
 
-def test_a_chunk_does_not_see_the_chunk_before():
+def test_a_chunk_does_not_attend_to_earlier_chunks():
     """Only layers without rotation mix chunks."""
     for n_layers, sees in ((1, False), (2, True)):
         overrides = {"n_layers": n_layers, "interleave_moe_layer_step": 1, "top_k": 8}
@@ -231,8 +231,8 @@ def test_a_chunk_mask_is_causal_within_chunks_and_documents():
 
 
 @pytest.mark.parametrize("chunk", [6, 64])
-def test_documents_do_not_see_each_other(chunk):
-    """The second document starts with a chunk, so that both have the chunks that each has alone."""
+def test_documents_do_not_affect_each_other(chunk):
+    """The second document starts at a chunk border, as in a separate sample."""
     overrides = {"fixed_attn_block_size": chunk, "attn_mask_type": "block_causal"}
     args, model = build(overrides, torch.float64)
     perturb(model)

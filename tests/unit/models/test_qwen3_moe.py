@@ -43,7 +43,7 @@ def perturb(model):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The two totals are those of transformers' models of these sizes."""
+    """The two totals equal transformers' models of these sizes."""
     args = resolve_args(QWEN, flavor, {})
     with torch.device("meta"):
         model = QWEN.build(args)
@@ -66,7 +66,7 @@ def test_number_of_parameters_and_flops(flavor, total, active, gflops):
         ({"moe_inter_dim": 0}, "moe_inter_dim = 0: expected a number above 0"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
+def test_the_error_names_a_wrong_size(overrides, expected):
     with pytest.raises(ValueError) as error:
         resolve_args(QWEN, "debugmodel_moe", overrides)
     assert expected in str(error.value)

@@ -6,6 +6,8 @@ import re
 import subprocess
 from pathlib import Path
 
+import pytest
+
 from tests.harness.runner import ROOT
 
 FUNCTION = re.search(
@@ -28,6 +30,40 @@ def bash(folder: Path, script: str) -> list[str]:
 def selected_tests(folder: Path) -> list[str]:
     assert FUNCTION is not None
     return bash(folder, f"{FUNCTION[0]}\nchanged_unit_tests")
+
+
+@pytest.mark.parametrize(
+    ("changed", "tests"),
+    [
+        ("torchtitan_like/optim/loss.py", ["optim"]),
+        ("torchtitan_like/data/text/formats.py", ["data"]),
+        ("torchtitan_like/report/runs.py", ["cli"]),
+        ("torchtitan_like/train_configs/debug_model.toml", ["config"]),
+        ("torchtitan_like/launch.py", ["test_launch.py"]),
+        ("torchtitan_like/process_start.py", ["test_process_start.py"]),
+        ("torchtitan_like/train.py", ["test_launch.py"]),
+        ("tests/unit/test_torchrun.py", ["test_torchrun.py"]),
+        ("tests/unit/cli/test_run.py", ["cli"]),
+        ("run_train.sh", ["launcher"]),
+        ("run_tests.sh", ["scripts"]),
+        ("scripts/generate.py", ["scripts"]),
+        *(
+            (file, ["cli/test_document.py", "config/test_document.py", "test_site.py"])
+            for file in ("docs/reference/cli.md", "README.md", "mkdocs.yml")
+        ),
+        ("tests/unit/test_house.py", []),
+        (".gitignore", []),
+    ],
+)
+def test_quick_tests_of_each_file(changed: str, tests: list[str], tmp_path: Path) -> None:
+    selected = [f"tests/unit/{name}" for name in [*tests, "test_house.py"]]
+    for path in (changed, *selected):
+        assert (ROOT / path).exists()
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).touch() if "." in path else (tmp_path / path).mkdir(exist_ok=True)
+    bash(tmp_path, "git init -q . && git add . && git commit -qm one")
+    (tmp_path / changed).write_text("changed")
+    assert selected_tests(tmp_path) == selected
 
 
 def test_quick_tests_cover_the_changed_folders(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_examples_of_before_and_after_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without exit.json, `after` reports a crash."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_STALLED_STARTS", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
@@ -119,6 +119,48 @@ def test_examples_of_before_and_after_work(
     assert redirection == "<"
     assert main(arguments) == code
     assert capsys.readouterr().out == output
+
+
+@pytest.mark.parametrize("verb", ["before", "after"])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "job.dump_folder is missing"),
+        ("[training\n", "Expected ']'"),
+        (CONFIG.replace('[job]\ndump_folder = "outputs"', ""), "job.dump_folder is missing"),
+        (CONFIG.replace("[training]\nsteps = 10", ""), "training.steps is missing"),
+        (CONFIG.replace("= 10", '= "ten"'), "training.steps is 'ten', not an integer"),
+        ("job = 3\n" + CONFIG.replace("[job]", "[other]"), "job is '3', not a table"),
+    ],
+)
+def test_other_input_than_a_configuration_is_refused(
+    verb: str,
+    text: str,
+    problem: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+    *arguments, _, _ = example(verb)
+    assert main(arguments) == 78
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("The standard input is not a resolved configuration: ")
+    assert problem in captured.err and "Expected the output of titan check" in captured.err
+
+
+@pytest.mark.parametrize("verb", ["before", "after"])
+def test_a_limit_of_starts_that_is_not_a_number_is_refused(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MAX_STALLED_STARTS", "many")
+    monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
+    *arguments, _, _ = example(verb)
+    assert main(arguments) == 78
+    assert capsys.readouterr().err.startswith("MAX_STALLED_STARTS is 'many'. Expected a number of starts")
 
 
 def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -363,7 +363,7 @@ def test_the_gpu_diagnosis_reports_the_node(slurm: Path, tmp_path: Path) -> None
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    for name in ("SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+    for name in ("SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_STALLED_STARTS", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     return {
         "job": {"dump_folder": str(tmp_path / "outputs")},
@@ -438,7 +438,7 @@ def test_exit_codes_that_requeue_a_job(
 
 
 @pytest.mark.parametrize(
-    "variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")]
+    "variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_STALLED_STARTS", "1")]
 )
 def test_variables_that_prevent_a_requeue(config, monkeypatch, variable) -> None:
     write_exit(config, 75)
@@ -462,6 +462,32 @@ def test_a_job_without_start_count_needs_progress_to_requeue(
     assert ("cannot be counted: [Errno 28] No space left on device" in capsys.readouterr().err) == (
         expected == 0
     )
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"job": "4711", "in_vain": "x"}', "3"])
+def test_a_malformed_count_of_starts_is_zero(config, text: str) -> None:
+    folder = Path(config["job"]["dump_folder"])
+    folder.mkdir()
+    (folder / job.STARTS).write_text(text)
+    assert [job.after(config, 0, 1) for _ in range(3)] == [75, 75, 0]
+
+
+@pytest.mark.parametrize(
+    ("decision", "output", "code", "is_requeued"),
+    [(0, "65", 65, False), (75, "75", 75, True), (78, "", 78, False), (1, "", 1, False)],
+)
+def test_a_job_is_queued_again_only_by_decision(
+    slurm: Path, tmp_path: Path, decision: int, output: str, code: int, is_requeued: bool
+) -> None:
+    """If `titan slurm after` fails, the job must not start forever."""
+    (tmp_path / "bin/titan").write_text(
+        f'#!/bin/sh\n[ "$2" != before ] || echo 0\n[ "$2" != after ] || {{ echo {output}; exit {decision}; }}\n'
+    )
+    done = bash(
+        "train.slurm", "--job.config_file", "x.toml", SLURM_JOB_ID="7", FAKE_OUTPUT="echo RUNNING"
+    )
+    assert done.returncode == code, done.stderr
+    assert ("scontrol requeue 7" in slurm.read_text().splitlines()) == is_requeued
 
 
 def test_starts_without_progress_are_limited(config, monkeypatch) -> None:

@@ -59,7 +59,7 @@ def write_model(
         dtype=dtype,
         group=votes.group,
         shard_bytes=shard_bytes,
-        index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
+        index=votes.run_on_leader(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     dtypes = [each for rank_dtypes in votes.group.gather_objects(floating) for each in rank_dtypes]
@@ -74,7 +74,7 @@ def write_model(
             folder, config=config, dtype=config_dtype, assets=assets, bos=bos, eos=eos
         )
 
-    return records | votes.leader_does(complete)
+    return records | votes.run_on_leader(complete)
 
 
 def write_folder(

@@ -34,7 +34,7 @@ def load_torchtitan(
     Optimizer, schedule, and data position are not read: TorchTitan orders the rows of its
     parameters differently.
     """
-    source = votes.leader_does(lambda: open_dcp(folder))
+    source = votes.run_on_leader(lambda: open_dcp(folder))
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
 
 
@@ -46,7 +46,7 @@ def load_meta(
     The files are memory-mapped: only the parts that a rank reads become resident.
     """
     opened: list[MetaSource] = []
-    votes.all_do(lambda: opened.append(_open_meta(path)))
+    votes.run_on_all(lambda: opened.append(_open_meta(path)))
     return load_weights(opened[0], tensors, rows=rows, tied=tied, votes=votes)
 
 

@@ -130,7 +130,7 @@ def load_hf(
     """
     from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
-    source = votes.leader_does(lambda: open_safetensors(folder, quantized=quantized))
+    source = votes.run_on_leader(lambda: open_safetensors(folder, quantized=quantized))
     if alternative_rows is not None:
         rows = max(rows, alternative_rows, key=lambda table: count_named(table, source.stored))
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
@@ -229,9 +229,9 @@ def load_weights(
     needed = {name: info for part in votes.gather(list_needed) for name, info in part.items()}
     report = _compare(source, needed, unread)
     report.check()
-    votes.all_do(lambda: source.fill(plan_reads(all_links, natives | aliases)))
+    votes.run_on_all(lambda: source.fill(plan_reads(all_links, natives | aliases)))
     pairs = {alias: (aliases[alias], natives[name]) for alias, name in tied if alias in aliases}
-    votes.all_do(lambda: _check_ties(source, pairs))
+    votes.run_on_all(lambda: _check_ties(source, pairs))
     logger.info(report)
     return report
 

@@ -19,7 +19,12 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import find_damage
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.start import format_of
-from torchtitan_like.checkpoint.step_folders import Manifest, file_records, read_manifest
+from torchtitan_like.checkpoint.step_folders import (
+    Manifest,
+    file_records,
+    read_manifest,
+    suggest_step,
+)
 from torchtitan_like.checkpoint.unpickle import (
     CheckedEmptyPlanner,
     CheckedPlanner,
@@ -75,7 +80,7 @@ def open_contents(path: Path, *, trust_pickle: bool = False) -> Contents:
         return _open_dcp(path, "dcp", trust_pickle)
     raise CheckpointError(
         f"{path} is not a checkpoint of a supported format. Expected a step-N, a folder of "
-        "safetensors or of torch.distributed.checkpoint, or a .pt file: check the path"
+        f"safetensors or of torch.distributed.checkpoint, or a .pt file: {suggest_step(path)}"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -9,17 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.publishing import STAGED
-from torchtitan_like.checkpoint.retention import PIN
+from torchtitan_like.checkpoint.staged_output import STAGED
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
-    MANIFEST,
     NONFINITE,
     StepFolder,
     all_steps,
     numbered_folders,
+    suggest_folder,
 )
+from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration
 
 # Part of a folder's name -> kind of the folder in the listing.
@@ -52,13 +53,15 @@ class Entry:
 def list_checkpoints(folder: Path) -> list[Entry]:
     """List the checkpoints in `folder` and its Hugging Face exports.
 
-    Raises CheckpointError if there are none.
+    Raises CheckpointError if there are none, OSError.
     """
+    os.listdir(folder)  # an OSError if it is missing, a file, or not readable
     parents = [path for path in (folder, folder / HF_EXPORTS) if path.is_dir()]
     entries = [entry for parent in parents for entry in _entries(parent, folder)]
     if not entries:
         raise CheckpointError(
-            f"{folder} contains no step-N. Expected a run's checkpoint folder: check the path"
+            f"{folder} contains no step-N. Expected a run's checkpoint folder: "
+            f"{suggest_folder(folder)}"
         )
     return entries
 

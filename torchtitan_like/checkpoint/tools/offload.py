@@ -12,11 +12,17 @@ from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import FileLock
-from torchtitan_like.checkpoint.publishing import StagedOutput
-from torchtitan_like.checkpoint.retention import PIN, find_expired
-from torchtitan_like.checkpoint.step_folders import Manifest, StepFolder, published_steps
+from torchtitan_like.checkpoint.retention import find_expired
+from torchtitan_like.checkpoint.staged_output import StagedOutput
+from torchtitan_like.checkpoint.step_folders import (
+    Manifest,
+    StepFolder,
+    published_steps,
+    suggest_folder,
+)
 from torchtitan_like.checkpoint.tools.verify import verify
 from torchtitan_like.util.files import sync_path, write_atomically
+from torchtitan_like.util.run_directory import PIN
 
 Log = Callable[[str], None]
 
@@ -26,8 +32,9 @@ def offload(
 ) -> bool:
     """Copy every complete step of `folder` to `target`, then remove all but the newest steps.
 
-    A step counts as copied if `target` contains its `step-N.sha256`; `sha256sum -c` reads that
-    file. Copying takes hours. Meanwhile the run may write another step of the same number, so both
+    A local `target` must be outside `folder`, and no copy may share files with its step. A step
+    counts as copied if `target` contains its `step-N.sha256`; `sha256sum -c` reads that file.
+    Copying takes hours. Meanwhile the run may write another step of the same number, so both
     copies are compared again before a step is removed. A copy on another machine cannot be read
     back: its step is kept.
 
@@ -38,8 +45,13 @@ def offload(
     """
     if not published_steps(folder):
         raise CheckpointError(
-            f"{folder} contains no complete step. Expected a run's checkpoint folder: check the "
-            "path"
+            f"{folder} contains no complete step. Expected a run's checkpoint folder: "
+            f"{suggest_folder(folder)}"
+        )
+    if _is_local(target) and Path(target).resolve().is_relative_to(folder.resolve()):
+        raise CheckpointError(
+            f"{target} is the folder of the checkpoints, or in it. Expected an archive outside "
+            f"{folder}, because old steps are removed from there: choose another folder"
         )
     if dry_run:
         return _offload(folder, target, keep, command, True, log)
@@ -56,7 +68,7 @@ def offload(
 def _offload(
     folder: Path, target: str, keep: int, command: str | None, dry_run: bool, log: Log
 ) -> bool:
-    is_local = "://" not in target
+    is_local = _is_local(target)
     copied_before: set[int] = set()
     damaged: set[int] = set()
     copied: dict[int, Manifest] = {}
@@ -97,6 +109,10 @@ def _offload(
             shutil.rmtree(trash)
             log(f"removed {step.path}")
     return not damaged
+
+
+def _is_local(target: str) -> bool:
+    return "://" not in target
 
 
 def _is_intact(step: StepFolder, log: Log) -> bool:
@@ -163,7 +179,13 @@ def _run_copy_command(path: Path, target: str, command: str | None) -> None:
 
 
 def _check_copy(copy: Path, step: StepFolder, sums: str) -> None:
+    """Raise CheckpointError unless `copy` has the files of a step, and keeps them without it."""
     name = step.path.name
+    if copy.is_dir() and _shares_files(copy, step.path):
+        raise CheckpointError(
+            f"{copy} has files of {step.path} itself, through a link or a mount. Expected a copy of "
+            f"them, so {step.path} is kept: choose another archive, or a command that copies"
+        )
     copied_sums = _checksums(copy, name) if copy.is_dir() else ""
     if copied_sums != sums:
         differing = set(sums.splitlines()) ^ set(copied_sums.splitlines())
@@ -172,3 +194,11 @@ def _check_copy(copy: Path, step: StepFolder, sums: str) -> None:
             f"{copy} differs from {step.path}: {', '.join(names)}. Expected equal files, so "
             f"{step.path} is kept. To copy it again, first move {copy} and {name}.sha256 to another folder"
         )
+
+
+def _shares_files(copy: Path, step: Path) -> bool:
+    """Return True if `copy` would lose files when `step` is removed."""
+    source = step.resolve()
+    return os.path.samefile(copy, step) or any(
+        path.resolve().is_relative_to(source) for path in copy.rglob("*")
+    )

@@ -11,16 +11,16 @@ from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import find_damage
-from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
-    MANIFEST,
     StepFolder,
     all_steps,
     file_records,
     read_manifest,
+    suggest_folder,
 )
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration
 
 
@@ -71,7 +71,7 @@ def find_steps(path: Path) -> list[StepFolder]:
     if not steps:
         raise CheckpointError(
             f"{path} contains no checkpoint. Expected a step with {MANIFEST}, or a folder of such "
-            "steps: check the path"
+            f"steps: {suggest_folder(path)}"
         )
     return steps
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, end_rank
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import FAILED, end_rank, show_problem
 
 EXAMPLE = "titan ckpt consolidate outputs/sharded outputs/model"
 
@@ -66,7 +65,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
             )
         except (CheckpointError, OSError) as error:
             if group.rank == 0:
-                show_error(str(error))
+                show_problem(error)
             return FAILED
         if group.rank == 0:
             num_bytes = sum(record.size for record in records.values())

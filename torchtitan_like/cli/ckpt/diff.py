@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import add_model_flags, run_checked
+from torchtitan_like.cli.common import FAILED, add_model_flags, run_checked
 
 EXAMPLE = "titan ckpt diff outputs/checkpoint/step-50 outputs/checkpoint/step-100"
 
@@ -37,4 +37,4 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join([*lines, summary]))
         return 1 if lines else 0
 
-    return run_checked(action)
+    return run_checked(action, damage_code=FAILED)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, add_import_flag, end_rank
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import FAILED, add_import_flag, end_rank, show_problem
 
 EXAMPLE = "titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -58,9 +57,9 @@ def _export(arguments: argparse.Namespace) -> int:
                 dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
                 shard_gb=arguments.shard_gb,
             )
-        except (CheckpointError, ConfigError, TokenizerError) as error:
+        except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
             if group.rank == 0:
-                show_error(str(error))
+                show_problem(error)
             return FAILED
         if group.rank == 0:
             print(f"{arguments.out} is complete")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, positive_int, positive_number
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import positive_int, positive_number, run_report
 
 EXAMPLE = "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
 
@@ -37,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
         "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
         "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
-        "checkpoint counts from its start to its name; training does not wait for that long.\n\n"
+        "checkpoint is timed until it is published; training waits for only a part of that time.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -46,24 +45,23 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
     from torchtitan_like.report.interval import interval_table, measure_times
 
-    save, step = arguments.save_seconds, arguments.step_seconds
-    try:
+    def action() -> int:
+        save, step = arguments.save_seconds, arguments.step_seconds
         if arguments.run:
             times = measure_times(arguments.run)
             save, step = save or times.save_seconds, step or times.step_seconds
             print(
-                f"{save:.3g} s per save, {step:.3g} s per step, from {times.num_saves:,} saves and "
-                f"{times.num_steps:,} steps of {arguments.run}"
+                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from "
+                f"{times.num_checkpoints:,} checkpoints and {times.num_steps:,} steps of "
+                f"{arguments.run}"
             )
-    except (OSError, ValueError) as error:
-        show_error(str(error))
-        return FAILED
-    if not (save and step):
-        show_error(
-            "The times of a save and of a step are unknown. Expected --save-seconds and "
-            "--step-seconds, or --run: add them"
-        )
-        return FAILED
-    lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
-    print("\n".join(lines))
-    return 0
+        if not (save and step):
+            raise ValueError(
+                "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
+                "--step-seconds, or --run: add them"
+            )
+        lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
+        print("\n".join(lines))
+        return 0
+
+    return run_report(action)

@@ -8,8 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import FAILED, add_json_flag, positive_int
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import FAILED, add_json_flag, positive_int, run_checked
+from torchtitan_like.util.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from torchtitan_like.data.step_samples import StepSample
@@ -47,36 +47,35 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the samples. Returns the exit code."""
+    return run_checked(lambda: _show(arguments), damage_code=FAILED)
+
+
+def _show(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.checkpoint.step_folders import read_manifest
-    from torchtitan_like.config import ConfigError, load_stored_config
-    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
+    from torchtitan_like.config import load_stored_config
     from torchtitan_like.data.step_samples import read_step, recorded_digest
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.stored_config import find_assets
 
     checkpoint = arguments.checkpoint
-    try:
-        manifest = read_manifest(checkpoint)
-        if manifest is None or "data" not in manifest:
-            raise CheckpointError(
-                f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
-                "manifest.json that has a data position: check the path"
-            )
-        config = load_stored_config(checkpoint / "config.toml", arguments.settings)
-        tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
-        content = read_step(
-            config.training,
-            config.data,
-            config.job.dump_folder,
-            manifest,
-            tokenizer,
-            arguments.step,
+    manifest = read_manifest(checkpoint)
+    if manifest is None or "data" not in manifest:
+        raise CheckpointError(
+            f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
+            f"manifest.json that has a data position: {suggest_step(checkpoint)}"
         )
-        recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
-    except (ConfigError, CheckpointError, DataError, OSError) as error:
-        show_error(str(error))
-        return FAILED
+    config = load_stored_config(checkpoint / CONFIG, arguments.settings)
+    tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
+    content = read_step(
+        config.training,
+        config.data,
+        config.job.dump_folder,
+        manifest,
+        tokenizer,
+        arguments.step,
+    )
+    recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     code = 0 if recorded in (None, content.digest) else DIFFERENT
     if arguments.json:
         print(json.dumps({**asdict(content), "recorded_digest": recorded}, indent=2))

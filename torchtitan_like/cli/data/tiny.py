@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, positive_int
+from torchtitan_like.cli.common import FAILED, positive_int, run_checked, run_report
 from torchtitan_like.cli.data.tokenize import FORMATS
 from torchtitan_like.util.output import show_error
 
@@ -92,14 +92,6 @@ def _configure_model(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Make the tokenizer, dataset or model. Returns the exit code."""
-    from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import DataError
-
-    out = arguments.out
-    if out.exists():
-        show_error(f"{out} exists already. Expected a new path: give another name")
-        return FAILED
     if arguments.settings and arguments.kind != "model":
         unknown = " ".join(arguments.settings)
         show_error(
@@ -107,12 +99,16 @@ def run(arguments: argparse.Namespace) -> int:
             "its --help: remove the others"
         )
         return FAILED
-    try:
+
+    def action() -> int:
+        if arguments.out.exists():
+            raise ValueError(
+                f"{arguments.out} exists already. Expected a new path: give another name"
+            )
         print(_make(arguments))
-    except (CheckpointError, ConfigError, DataError, OSError, ValueError) as error:
-        show_error(str(error))
-        return FAILED
-    return 0
+        return 0
+
+    return run_report(lambda: run_checked(action, damage_code=FAILED))
 
 
 def _make(arguments: argparse.Namespace) -> str:

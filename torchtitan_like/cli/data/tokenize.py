@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, positive_int
+from torchtitan_like.cli.common import positive_int, run_checked
 from torchtitan_like.util.output import show_error
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
@@ -64,7 +64,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Tokenize the corpus. Returns the exit code."""
-    from torchtitan_like.data.errors import DataError
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.data.tokens.corpus_folder import (
         document_policy,
@@ -75,7 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     start = time.monotonic()
-    try:
+
+    def action() -> int:
         policy = document_policy(
             load_tokenizer(arguments.tokenizer),
             add_bos=not arguments.no_bos,
@@ -85,11 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
             arguments.input, arguments.format, arguments.text_field, arguments.on_bad_record
         )
         file = tokenize_corpus(corpus, policy, arguments.output.absolute(), arguments.workers)
-    except (DataError, OSError) as error:
-        show_error(str(error))
-        return FAILED
+        print(summary(file, time.monotonic() - start))
+        return 0
+
+    try:
+        return run_checked(action)
     except KeyboardInterrupt:
         show_error("Interrupted, the finished part is kept. Run the same command to continue.")
         return INTERRUPTED
-    print(summary(file, time.monotonic() - start))
-    return 0

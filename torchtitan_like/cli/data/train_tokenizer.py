@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED
+from torchtitan_like.cli.common import FAILED, run_checked
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.output import show_error
 
@@ -63,7 +63,12 @@ def run(arguments: argparse.Namespace) -> int:
             "with a field `text`: correct the file, or --input"
         )
         return FAILED
-    save_tokenizer(train_tokenizer(texts, arguments.vocab_size), arguments.output)
-    for name in ("tokenizer.json", "tokenizer.model"):
-        print(load_tokenizer(arguments.output / name))
-    return 0
+
+    def action() -> int:
+        arguments.output.mkdir(parents=True, exist_ok=True)  # an error before the training
+        save_tokenizer(train_tokenizer(texts, arguments.vocab_size), arguments.output)
+        for name in ("tokenizer.json", "tokenizer.model"):
+            print(load_tokenizer(arguments.output / name))
+        return 0
+
+    return run_checked(action)

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtitan_like.cli.common import show_problem
 from torchtitan_like.cli.settings import HelpWithSettings
 from torchtitan_like.util.output import show_error
 
@@ -30,7 +31,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "have one in gradient or value. Writes nothing into the run's folder. Type it in the\n"
         "folder where the run was started: settings may contain relative paths. Model and\n"
         "optimizer must fit into one process. Returns 0 if the numbers are reproduced, 1 if not,\n"
-        "and 78 if the bundle, a setting or the checkpoint cannot be used.\n\n"
+        "78 if the bundle, a setting or the checkpoint cannot be used, and 74 if FILE cannot be\n"
+        "written.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -54,5 +56,9 @@ def run(arguments: argparse.Namespace) -> int:
     print("\n".join(format_replay(bundle, replay)))
     reproduced = is_reproduced(bundle, replay)
     if arguments.out is not None:
-        arguments.out.write_bytes(encode({**asdict(replay), "reproduced": reproduced}))
+        try:
+            arguments.out.write_bytes(encode({**asdict(replay), "reproduced": reproduced}))
+        except OSError as error:
+            show_problem(error)
+            return int(ExitCode.STORAGE)
     return 0 if reproduced else NOT_REPRODUCED

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from torchtitan_like.cli.common import run_job
 
 EXAMPLE = "titan slurm after 0 75 < outputs/config.toml"
 
@@ -14,15 +15,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
     parser.epilog = (
         "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
-        "Prints the exit code of the job: that in exit.json, or else 1. Returns 0 if the job is\n"
-        "over, and 75 if it should be queued again. Variables: REQUEUE, MAX_IN_VAIN,\n"
-        "SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
+        "Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is\n"
+        "over, 75 if it should be queued again, 78 for wrong input, and 74 for an unreadable file.\n"
+        "Variables: REQUEUE, MAX_STALLED_STARTS, SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the code of the job. Returns the exit code."""
-    from torchtitan_like.slurm.job import after, parse_config
+    from torchtitan_like.slurm.job import after
 
-    return after(parse_config(sys.stdin.read()), arguments.step, arguments.code)
+    return run_job(lambda config: after(config, arguments.step, arguments.code))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
+
+from torchtitan_like.cli.common import run_job
 
 EXAMPLE = "titan slurm before < outputs/config.toml"
 
@@ -13,13 +14,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
         "Prints the step to continue from (0: a new run), or `none` if the last step is done or\n"
-        "the kill switch exists. Removes the exit.json of an earlier attempt.\n\n"
+        "the kill switch exists. Removes the exit.json of an earlier attempt. Returns 0, 78 for\n"
+        "wrong input, or 74 for an unreadable file.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the step. Returns the exit code."""
-    from torchtitan_like.slurm.job import before, parse_config
+    from torchtitan_like.slurm.job import before
 
-    return before(parse_config(sys.stdin.read()))
+    return run_job(lambda config: before(config))

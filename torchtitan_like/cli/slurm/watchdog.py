@@ -1,4 +1,4 @@
-"""`titan slurm watchdog`: check once whether a job lives, a log grows and disk is left."""
+"""`titan slurm watchdog`: check once that a job runs, a log grows and a disk has space."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import FAILED
-from torchtitan_like.util.output import show_error
+from torchtitan_like.cli.common import run_report
 
 if TYPE_CHECKING:
     from torchtitan_like.slurm.watchdog import Observation
@@ -56,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Observe once, and notify. Returns the exit code."""
     from torchtitan_like.slurm.templates.notify import run_command
 
-    try:
+    def action() -> int:
         observations = _observe(arguments)
         lines = [("ALERT " if one.is_alert else "") + one.message for one in observations]
         print("\n".join(lines))
@@ -70,10 +69,9 @@ def run(arguments: argparse.Namespace) -> int:
                 print(f"would run: {arguments.notify}")
             else:
                 run_command(arguments.notify, "\n".join(alerts))
-    except (OSError, ValueError) as error:
-        show_error(str(error))
-        return FAILED
-    return ALERT if alerts else 0
+        return ALERT if alerts else 0
+
+    return run_report(action)
 
 
 def _observe(arguments: argparse.Namespace) -> list[Observation]:

@@ -93,6 +93,19 @@ class StepPositions:
             position = stop
         return np.concatenate(pieces)
 
+    def position_after(self, position: int, num_steps: int) -> int:
+        """Return the position after ``num_steps`` steps that start at or after ``position``."""
+        while num_steps:
+            positions = self.positions_from(position)
+            first, size = int(positions[0]), len(positions)
+            # Steps up to the next batch size or skipped range are equal: pass them at once.
+            borders = [start for _, start, _ in self._levels] + [r.start for r in self._skipped]
+            border = min((start for start in borders if start > first), default=None)
+            num_equal = num_steps if border is None else min(num_steps, (border - first) // size)
+            position = first + num_equal * size if num_equal else int(positions[-1]) + 1
+            num_steps -= max(1, num_equal)
+        return position
+
     def _grid(self, num_steps: int) -> int:
         """Return the position after ``num_steps`` steps if no step is skipped."""
         index = bisect_right(self._levels, num_steps, key=lambda level: level[0]) - 1
@@ -280,14 +293,14 @@ class TrainBatches:
         gather: Callable[[Any], list[Any]],
         validation: Mapping[str, ValidationBatches],
     ) -> None:
-        """Raise DataMismatch on all ranks unless they read the same texts. A collective.
+        """Raise DataMismatch on all ranks unless they read the same datasets. A collective.
 
-        Nodes may have their own copies of a text.
+        Nodes may have their own copies of a dataset.
         """
-        texts = {
+        validation_identities = {
             f"validation {name}".strip(): batches.identity for name, batches in validation.items()
         }
-        fingerprint = {**self.fingerprint, **texts}
+        fingerprint = {**self.fingerprint, **validation_identities}
         content = json.dumps(fingerprint, sort_keys=True).encode()
         # Compare hashes first: the fingerprints of thousands of ranks take hundreds of megabytes.
         if len(set(gather(xxhash.xxh3_128_hexdigest(content)))) == 1:
@@ -296,17 +309,14 @@ class TrainBatches:
         for rank, other in enumerate(others, start=1):
             for key in _differing_keys(first, other):
                 raise DataMismatch(
-                    f"ranks read different texts: {key} is {first.get(key)!r} on rank 0, "
+                    f"ranks read different datasets: {key} is {first.get(key)!r} on rank 0, "
                     f"{other.get(key)!r} on rank {rank}. Expected equal files: copy them to every "
                     "node"
                 )
 
     def skip(self, num_steps: int) -> None:
         """Advance by ``num_steps`` steps without reading them."""
-        position = self.position
-        for _ in range(num_steps):
-            position = int(self.steps.positions_from(position)[-1]) + 1
-        self._go_to(position)
+        self._go_to(self.steps.position_after(self.position, num_steps))
 
     def next_positions(self) -> NDArray[np.int64]:
         """Return the positions (samples,) that the next step reads on all ranks."""

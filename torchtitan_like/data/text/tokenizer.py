@@ -450,11 +450,11 @@ def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[s
                 f"{config} has a malformed added_tokens_decoder. Expected "
                 f'{{"<id>": {{"content": "<text>"}}}}: download it again'
             ) from error
-        taken = sorted(set(specials.values()) & set(ranks.values()))
-        if taken:
+        duplicate_ids = sorted(set(specials.values()) & set(ranks.values()))
+        if duplicate_ids:
             raise TokenizerError(
-                f"{config} gives the id {taken[0]} to a special token, {file.name} to an ordinary "
-                "one. Expected different ids: download both files again"
+                f"{config} gives the id {duplicate_ids[0]} to a special token, {file.name} to an "
+                "ordinary one. Expected different ids: download both files again"
             )
         return specials
     num_ranks = max(ranks.values()) + 1

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention and experts behind a few dense layers (arXiv:2412.19437, section 2.1)."""
+"""DeepSeek-V3: latent attention, dense and MoE layers (arXiv:2412.19437, section 2.1)."""
 
 from __future__ import annotations
 

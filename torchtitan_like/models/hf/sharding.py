@@ -16,4 +16,4 @@ SHARDING = decoder_sharding(
 
 def constraints(args: HfArgs) -> dict[str, int]:
     """See `ModelSpec.constraints`."""
-    return decoder_constraints(args, args.n_kv_heads)
+    return decoder_constraints(args, args.n_kv_heads) | {"ffn_dim": args.hidden_dim}

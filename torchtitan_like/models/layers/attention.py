@@ -56,7 +56,7 @@ class Attention(nn.Module):
     def add_positions(
         self, q: Tensor, k: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that depend on their positions, such as rotated ones."""
+        """Return queries and keys with position information, here by rotation."""
         cos, sin = self.rotary.tables(q.shape[1], positions)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 

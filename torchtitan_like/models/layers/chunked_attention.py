@@ -1,4 +1,4 @@
-"""Attention of Llama 4: rotated layers attend within chunks, the others have no positions.
+"""Attention of Llama 4: rotated layers attend within chunks, the others use no positions.
 
 Hugging Face's `modeling_llama4.py` defines the published models.
 """

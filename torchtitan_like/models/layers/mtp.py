@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Behind the model's own blocks, one more block for each depth k predicts the label of k positions
-later. It adds a loss to training. Evaluation and generation do not run it.
+After the model's own blocks, one block for each depth k predicts the label k positions later.
+This adds a loss to training. Evaluation and generation do not run it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class MTPBlock(DecoderBlock):
 class MTPDecoder(Decoder):
     """A `Decoder` with blocks for multi-token prediction, which share its embedding and head.
 
-    `layers` has the `num_mtp_layers` blocks too, behind the model's own blocks. Without them, this
-    is a `Decoder`. They need the whole model: a pipeline stage has none.
+    `layers` also contains the `num_mtp_layers` MTP blocks, after the model's own blocks. With 0 MTP
+    blocks, this is a plain `Decoder`. MTP blocks need the whole model, so pipelines do not support
+    them.
 
     build_mtp_block: returns a new `MTPBlock` for a layer's number.
     """
@@ -128,7 +129,7 @@ def shift_tokens(tokens: Tensor, depth: int) -> Tensor:
 def shift_labels(labels: Tensor, depth: int, positions: Tensor | None) -> Tensor:
     """Return for each position the label `depth` positions later, or -100 if it is ignored.
 
-    Ignored are labels beyond the end of the sample, and labels of tokens in another document.
+    Labels beyond the end of the sample, and labels in another document, are ignored.
 
     labels: int64 (batch, seq). positions: int64 (batch, seq), of each token in its document; None:
         each sample is one document.
