@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.models.spec import standard_hf_config
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.start import Start
@@ -149,7 +151,8 @@ def _load_weights(
         load_upcycled(start, tensors, votes, identity, quantized=quantized)
         return
     if start.format == "hf":
-        for line in config_differences(path, spec, args):
+        standardize = partial(standard_hf_config, spec)
+        for line in config_differences(path, spec.hf_config(args), standardize):
             logger.warning(line)
         load_hf(
             path,

@@ -87,7 +87,7 @@ def load_upcycled(
         )
     num_layers = votes.run_on_leader(lambda: _check_sizes(source, dense_rows, upcycling, args))
     if start.format == "hf":
-        for line in config_differences(path, spec, upcycling.dense_args):
+        for line in config_differences(path, spec.hf_config(upcycling.dense_args)):
             logger.warning(line)
     rows = upcycled_rows(dense_rows, upcycling)
     report = load_weights(source, loaded, rows=rows, tied=spec.tied(args), votes=votes)

@@ -269,6 +269,17 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
     return args
 
 
+def standard_hf_config(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json as the family writes it, if it can read such files, else unchanged.
+
+    Raises ValueError with one line for each field that is not supported.
+    """
+    if spec.hf_args is None:
+        return dict(config)
+    model = spec.hf_args(config)
+    return spec.hf_config(resolve_args(spec, model.flavor, model.args))
+
+
 def _suggestion(name: str, candidates: list[str]) -> str:
     remedy = did_you_mean(name, candidates)
     return f" ({remedy})" if remedy else ""

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf.hf import hf_args
+from torchtitan_like.models.spec import standard_hf_config
 
 HF = get_spec("hf")
 # name -> {"config": the published fields, "billions": parameters, unless it is not supported}
@@ -118,6 +120,10 @@ def load(folder, args):
     return model
 
 
+def differences_from(folder, args):
+    return config_differences(folder, HF.hf_config(args), partial(standard_hf_config, HF))
+
+
 def logits_of(model, num_tokens=NUM_TOKENS):
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, 96, (2, num_tokens), generator=generator)
@@ -143,7 +149,7 @@ def check_both_ways(folder, config, num_tokens=NUM_TOKENS):
     longer = replace(args, max_seq_len=max(num_tokens, args.max_seq_len))
     model = load(folder / "published", longer)
     assert (logits_of(model, num_tokens) - reference).abs().max() <= 1e-5
-    assert not config_differences(folder / "published", HF, args)
+    assert not differences_from(folder / "published", args)
 
     assets = folder / "published"
     identity = Identity(HF, args, assets, assets, special_tokens=lambda: (None, None))
@@ -363,10 +369,10 @@ def test_an_unreadable_config_next_to_the_tokenizer_ends_an_export(tmp_path):
 def test_a_loaded_folder_with_other_sizes_is_reported(tmp_path):
     args = args_of(LLAMA)
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "rope_scaling": LINEAR}))
-    (line,) = config_differences(tmp_path, HF, args)
+    (line,) = differences_from(tmp_path, args)
     assert "has rope_scaling = {'rope_type': 'linear', 'factor': 4.0}, this model has None" in line
     (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "scale_emb": 12}))
-    (line,) = config_differences(tmp_path, HF, args)
+    (line,) = differences_from(tmp_path, args)
     assert "has scale_emb = 12: expected no such field or 1" in line
 
 

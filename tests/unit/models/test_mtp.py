@@ -239,7 +239,7 @@ def test_files_have_the_published_names(tmp_path, repo_root, is_tied, caplog):
     assert len(report.unused) == 4 and not report.missing
     for name, tensor in ModelState([other]).state_dict().items():
         assert torch.equal(tensor, state[name]), name
-    assert not config_differences(tmp_path, DEEPSEEK, args)
+    assert not config_differences(tmp_path, DEEPSEEK.hf_config(args))
 
 
 def test_transformers_ignores_the_layer(tmp_path, repo_root):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,7 +29,6 @@ from torchtitan_like.models.hf_table import (
     external_shapes,
     links,
 )
-from torchtitan_like.models.spec import ModelSpec, resolve_args
 from torchtitan_like.util.reading import read_json
 
 logger = logging.getLogger()
@@ -137,31 +136,36 @@ def load_hf(
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
 
 
-def config_differences(folder: Path, spec: ModelSpec, args: Any) -> list[str]:
-    """Compare the directory's config.json with the model; return one sentence per difference.
+def config_differences(
+    folder: Path,
+    expected: Mapping[str, Any],
+    standardize: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+) -> list[str]:
+    """Compare the directory's config.json with `expected`; return one sentence per difference.
 
     Such differences do not prevent loading if all shapes are equal. For example, a different number
     of heads or rotary base is visible only in the loss.
+
+    standardize: returns the content of a file as the model's family writes it; raises ValueError
+        with one line for each field that it does not support.
     """
     if not (folder / "config.json").exists():
         return []
     try:
         content = read_json(folder / "config.json")
-        stored = _DEFAULTS | _flat_rope(content)
+        _flat_rope(content)  # raises for content that is no table of tables and values
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder / 'config.json'} is not valid: {type(error).__name__} {error}. Expected the "
             "config of a Hugging Face model: copy the file again"
         ) from error
-    if spec.hf_args is not None:
-        try:
-            model = spec.hf_args(content)
-            stored = spec.hf_config(resolve_args(spec, model.flavor, model.args))
-        except ValueError as error:
-            return [f"{folder / 'config.json'} has {line}" for line in str(error).splitlines()]
+    try:
+        stored = _DEFAULTS | _flat_rope(standardize(content))
+    except ValueError as error:
+        return [f"{folder / 'config.json'} has {line}" for line in str(error).splitlines()]
     return [
         f"{folder / 'config.json'} has {key} = {stored[key]}, this model has {value}"
-        for key, value in _flat_rope(spec.hf_config(args)).items()
+        for key, value in _flat_rope(dict(expected)).items()
         if key in stored and key not in _IRRELEVANT and stored[key] != value
     ]
 
