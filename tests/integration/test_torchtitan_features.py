@@ -41,11 +41,15 @@ PYTHON_WARNING = re.compile(r"\.py:\d+: \w*Warning: |Warning: .*deprecated")
 
 
 class Row(NamedTuple):
-    """One feature test with the arguments of each run. {dump} is the dump folder."""
+    """One feature test with the arguments of each run. {dump} is the dump folder.
+
+    sizes: replace those of the base config.
+    """
 
     name: str
     runs: tuple[str, ...]
     ngpu: int = 4
+    sizes: str = ""
 
 
 ROWS = (
@@ -194,6 +198,8 @@ MODEL_ROWS = (
         "gpt_oss_fsdp+tp+ep+compile",
         (f"{MODEL} gpt_oss {SHARD} 4 {TP} 2 {EP} 4 {EXPERT_TP} 1 {COMPILE}",),
         8,
+        # Its vocabulary of 201,088 takes most of the time.
+        "--training.local_batch_size 2 --training.seq_len 64",
     ),
 )
 # Tests that cannot run on CPU ranks: the rejected setting, and a part of the reason.
@@ -272,7 +278,7 @@ def test_table_has_all_feature_tests() -> None:
 def test_feature_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
     results = []
     for line in row.runs:
-        result = run(line, row.ngpu, tmp_path / "outputs", run_forked)
+        result = run(f"{line} {row.sizes}", row.ngpu, tmp_path / "outputs", run_forked)
         assert result.returncode == 0, result.tail
         warned = [line for line in result.stdout.splitlines() if PYTHON_WARNING.search(line)]
         assert not warned, warned
@@ -315,4 +321,4 @@ def test_debug_file_trains(name: str, tmp_path: Path, run_forked: ForkedTrainer)
     result = run_forked(arguments, 2, folder, timeout=500)
     assert result.returncode == 0, result.tail
     losses = [step["loss"] for step in result.metrics]
-    assert len(losses) == 3 and all(0 < loss < 9 for loss in losses), losses
+    assert len(losses) == 3 and losses[-1] < losses[0], losses
