@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.distributed import test_deepseek_v3, test_gpt_oss, test_llama4, test_moe
+from tests.distributed.cells import Cells
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
@@ -69,6 +71,26 @@ def test_generate_continues_a_prompt(tmp_path, capsys, stored, world_size, add_b
     assert generate(capsys, step, "--prompt", "To be", "--num-tokens", "40", *GREEDY) == first
     assert titan(["generate", step, "--num-tokens", "2"]) == (0 if add_bos == "true" else 2)
     assert ("give a --prompt" in capsys.readouterr().err) == (add_bos == "false")
+
+
+FAMILIES = {
+    "qwen3": Cells(test_moe.MODEL, {}),
+    "gpt_oss": test_gpt_oss.CELLS,
+    "llama4": test_llama4.CELLS,
+    "deepseek_v3": test_deepseek_v3.CELLS,
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_models_with_experts_continue_a_prompt(tmp_path, capsys, name):
+    """Latent attention, windows, chunks and sinks work beyond the length of a window."""
+    changes = {"training.steps": 1, "checkpoint.enable": "true", "model.args.max_seq_len": 32}
+    run_ranks(train, 1, FAMILIES[name].settings(tmp_path / "run", **changes))
+    step = str(tmp_path / "run/checkpoint/step-1")
+    command = ["generate", step, "--prompt", "To be", "--num-tokens", "40", "--temperature", "0"]
+    assert titan(command) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("To be") and len(text) > len("To be\n")
 
 
 def test_relative_tokenizer_path_works_from_other_folders(tmp_path, monkeypatch, capsys):

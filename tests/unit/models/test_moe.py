@@ -5,7 +5,14 @@ import torch
 from torch.nn import functional as F
 
 from torchtitan_like.models.layers.grouped_linear import grouped_linear, has_kernel
-from torchtitan_like.models.layers.moe import Experts, MoE, Router, combine, sort_by_expert
+from torchtitan_like.models.layers.moe import (
+    Experts,
+    MoE,
+    Router,
+    combine,
+    describe_experts,
+    sort_by_expert,
+)
 
 DIM, HIDDEN, EXPERTS = 32, 16, 8
 
@@ -97,6 +104,58 @@ def test_a_batch_without_tokens():
     out.sum().backward()
     assert out.shape == (0, 17, DIM)
     assert all(parameter.grad.abs().max() == 0 for parameter in moe.parameters())
+
+
+SCORES = {
+    "equal": 0.0,
+    "minus infinity": -torch.inf,
+    "infinity": torch.inf,
+    "not a number": torch.nan,
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize(
+    ("score_func", "num_groups", "has_bias"),
+    [("softmax", 1, False), ("sigmoid", 1, True), ("sigmoid", 4, True), ("softmax", 4, False)],
+)
+def test_every_token_has_top_k_experts(scores, score_func, num_groups, has_bias):
+    """No scores leave a token without an expert, or give it one twice."""
+    top_k = 4 if score_func == "sigmoid" else 2
+    router = Router(DIM, EXPERTS, top_k, score_func, True, 1.0, num_groups, min(num_groups, 2))
+    logits = torch.randn(6, EXPERTS, generator=torch.Generator().manual_seed(4))
+    logits[1] = SCORES[scores]
+    logits[2, 3] = SCORES[scores]
+    ids = router.select(logits, torch.zeros(EXPERTS) if has_bias else None)
+    assert ids.shape == (6, top_k) and 0 <= ids.min() and ids.max() < EXPERTS
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_a_token_with_scores_that_are_not_numbers_changes_no_other_token():
+    """Its own output is not a number, so that the step is skipped and not trained wrongly."""
+    moe, x = build(), some(1, 9)
+    expected = moe(x)
+    broken = x.clone()
+    broken[0, 4] = torch.nan
+    out = moe(broken)
+    assert out[0, 4].isnan().all()
+    others = torch.arange(9) != 4
+    assert (out[0, others] - expected[0, others]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "kernel"),
+    [
+        (16, torch.bfloat16, "grouped_mm"),
+        (16, torch.float32, "grouped_mm"),
+        (16, torch.float64, "a loop over experts"),  # grouped_mm has no float64
+        (20, torch.bfloat16, "a loop over experts"),  # nor rows that are no multiple of 16 bytes
+    ],
+)
+def test_the_log_names_what_computes_the_experts(hidden, dtype, kernel):
+    line = f"Experts: 8 in each layer, computed by {kernel} in {dtype}"
+    assert describe_experts(build(hidden=hidden), dtype) == [line]
+    assert describe_experts(torch.nn.Linear(2, 2), dtype) == []
 
 
 def test_shared_experts_are_added():

@@ -159,8 +159,6 @@ ILLEGAL = [
     Illegal("optimizer.name=Muon early=true", 2, "optimizer.early_step_in_backward", "false with Muon", "muon-early-step"),
     Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "with pipeline parallelism", "pipelined-early-step"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
-    Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
-    Illegal("pp=2 schedule=DualPipeV local=3", 2, "parallelism.pipeline_parallel_microbatch_size", "3 are fewer than the 4"),
     Illegal("pp=2 schedule=Interleaved1F1B local=5", 2, "parallelism.pipeline_parallel_microbatch_size", "5 on 2 ranks"),
     Illegal("pp=8 layers=4 local=8", 8, "parallelism.pipeline_parallel_degree", "enough layers for each stage"),
     Illegal("pp=4 schedule=Interleaved1F1B layers=4", 4, "parallelism.pipeline_parallel_degree", "of 8 stages"),
@@ -183,7 +181,6 @@ ILLEGAL = [
     ),
     Illegal("pp=2 schedule=ZBVZeroBubble ac=full ac_debug=true", 2, "parallelism.pipeline_parallel_schedule",
             "activation_checkpoint.debug = false", "zero-bubble-debug"),
-    Illegal("pp=2 local=1 global=4 ramp=1,1,12", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer"),
     Illegal("pp=2 schedule=Interleaved1F1B local=1 global=8 ramp=2,3,60", 2, "parallelism.pipeline_parallel_microbatch_size",
             "5 on 2 ranks"),
     Illegal("pp=2 tied=true", 2, "parallelism.pipeline_parallel_degree", "untie them in [model.args]"),
@@ -247,6 +244,24 @@ def test_an_illegal_layout_is_refused(case: Illegal, capsys: pytest.CaptureFixtu
     )
     assert f": {case.key}" in lines[0] and case.message in lines[0]
     assert lines[0].startswith("  1. command line: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("pp=2 local=1", "1 are fewer than the 2 stages"),
+        ("pp=2 schedule=DualPipeV local=3", "3 are fewer than the 4 stages"),
+        ("pp=2 local=1 global=4 ramp=1,1,12", "1 are fewer than the 2 stages"),
+    ],
+)
+def test_too_few_micro_batches_are_refused_only_in_training(line: str, message: str) -> None:
+    """The command of the run may still set a larger batch size."""
+    config = load_config(["--job.config_file", CONFIG, *arguments(line)])
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    for training, severity in ((True, "error"), (False, "warning")):
+        problems = preflight.check(config, 2, training=training)
+        (problem,) = [each for each in problems if each.key == key]
+        assert problem.severity == severity and message in problem.expected and problem.remedy
 
 
 LEGAL = [
