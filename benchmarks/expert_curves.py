@@ -3,9 +3,9 @@ r"""Loss of a small MoE (8 experts, top 2) and of a dense model with as many act
     python -m benchmarks.expert_curves FOLDER [--steps 400] [--section.key value ...]
 
 Trains both on the shipped text with the same data, seed, optimizer, and schedule, one rank each.
-Writes FOLDER/expert_curves.csv (validation losses by step, tokens, and active FLOPs), and, where
-matplotlib is installed, FOLDER/expert_curves.svg. If FOLDER already contains a run, it resumes, or
-ends at once if it is finished.
+Writes FOLDER/expert_curves.csv (validation losses by step, tokens, and active FLOPs) and
+FOLDER/expert_curves.svg. If FOLDER already contains a run, it resumes, or ends at once if it is
+finished.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH, SEQ_LEN = 8, 256
+PANEL_WIDTH, PANEL_HEIGHT, MARGIN, TOP = 340, 240, 48, 16
+COLORS = {"dense": "#2f6fde", "moe": "#d9480f"}
+TEXT_COLOR, GRID_COLOR = "#777", "#8884"
 SIZES = {
     "dim": 128,
     "n_layers": 4,
@@ -92,24 +95,55 @@ def read_curve(name: str, folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-def draw(curves: dict[str, list[dict[str, Any]]], picture: Path) -> None:
-    """Draw the losses over tokens and over active FLOPs."""
-    from matplotlib import pyplot
+def draw(curves: dict[str, list[dict[str, Any]]]) -> str:
+    """Return an SVG picture of the losses over tokens (left) and over active FLOPs (right)."""
+    losses = [row["validation_loss"] for rows in curves.values() for row in rows]
+    low, high = int(min(losses)), int(max(losses)) + 1
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(9, 3.5), sharey=True, layout="constrained")
-    for axis, key, label in zip(
-        axes, ("tokens", "active_flops"), ("tokens", "active FLOPs"), strict=True
-    ):
-        for name, rows in curves.items():
-            axis.plot(
-                [row[key] for row in rows], [row["validation_loss"] for row in rows], label=name
+    def y(loss: float) -> float:
+        return TOP + PANEL_HEIGHT * (high - loss) / (high - low)
+
+    def text(x: float, at_y: float, content: str, anchor: str, color: str = TEXT_COLOR) -> str:
+        place = f'x="{x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}"'
+        return f'<text {place} fill="{color}">{content}</text>'
+
+    width, height = 2 * PANEL_WIDTH + 3 * MARGIN, PANEL_HEIGHT + TOP + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"'
+        ' font-family="sans-serif" font-size="13">',
+        "<title>Validation loss in nats per token of a dense model and of a MoE</title>",
+    ]
+    for panel, (key, label) in enumerate((("tokens", "tokens"), ("active_flops", "active FLOPs"))):
+        left = MARGIN + panel * (PANEL_WIDTH + MARGIN)
+        last = max(row[key] for rows in curves.values() for row in rows)
+        for loss in range(low, high + 1):
+            ends = f'x1="{left}" x2="{left + PANEL_WIDTH}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"'
+            parts.append(f'<line {ends} stroke="{GRID_COLOR}"/>')
+            parts.append(text(left - 8, y(loss) + 4, str(loss), "end"))
+        for half in range(3):
+            x = left + PANEL_WIDTH * half / 2
+            parts.append(text(x, TOP + PANEL_HEIGHT + 18, f"{last * half / 2:.3g}", "middle"))
+        parts.append(text(left + PANEL_WIDTH / 2, height - 6, label, "middle"))
+        for row_index, (name, rows) in enumerate(curves.items()):
+            points = " ".join(
+                f"{left + PANEL_WIDTH * row[key] / last:.1f},{y(row['validation_loss']):.1f}"
+                for row in rows
             )
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("validation loss, nats per token")
-    axes[0].legend()
-    pyplot.rcParams["svg.fonttype"] = "none"
-    figure.savefig(picture, metadata={"Date": None})
+            style = f'fill="none" stroke="{COLORS[name]}" stroke-width="1.5"'
+            parts.append(f'<polyline points="{points}" {style}/>')
+            at_y = TOP + 16 + 18 * row_index
+            parts.append(text(left + PANEL_WIDTH, at_y, name, "end", COLORS[name]))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def read_csv(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of expert_curves.csv by model."""
+    curves: dict[str, list[dict[str, Any]]] = {}
+    with file.open(newline="") as stream:
+        for row in csv.DictReader(stream):
+            values = {key: float(text) for key, text in row.items() if key != "model"}
+            curves.setdefault(row["model"], []).append(values)
+    return curves
 
 
 def main() -> None:
@@ -127,10 +161,7 @@ def main() -> None:
         writer = csv.DictWriter(file, list(curves["moe"][0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(row for rows in curves.values() for row in rows)
-    try:
-        draw(curves, folder / "expert_curves.svg")
-    except ModuleNotFoundError:
-        print("matplotlib is not installed: no picture is drawn.")
+    (folder / "expert_curves.svg").write_text(draw(curves))
 
 
 if __name__ == "__main__":

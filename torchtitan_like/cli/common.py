@@ -30,7 +30,7 @@ def positive_int(text: str) -> int:
     """Parse an integer from 1 to 10^18. Raises argparse.ArgumentTypeError."""
     if text.isdecimal() and len(text) < 20 and 0 < int(text) <= 10**18:
         return int(text)
-    expected = "an integer above 0, at most 10^18"
+    expected = "an integer from 1 to 10^18"
     raise argparse.ArgumentTypeError(f"it is {text[:40]!r}. Expected {expected}: correct it")
 
 

@@ -224,7 +224,7 @@ def test_workers_must_be_above_0(workers: str, capsys: pytest.CaptureFixture[str
     arguments = ["corpus", "--tokenizer", "assets", "--output", "out", "--workers", workers]
     with pytest.raises(SystemExit, match="2"):
         main(["data", "tokenize", *arguments])
-    message = f"argument --workers: it is '{workers}'. Expected an integer above 0: correct it\n"
+    message = f"argument --workers: it is '{workers}'. Expected an integer from 1 to 10^18: correct it\n"
     assert capsys.readouterr().err.endswith(message)
 
 
