@@ -22,7 +22,6 @@ import struct
 import sys
 import zlib
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -84,7 +83,7 @@ def archive_header(num_bytes: int) -> bytes:
 HEADER_BYTES = len(archive_header(0))
 
 
-def archive_trailer(dtype: torch.dtype, shape: Sequence[int]) -> bytes:
+def archive_trailer(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Return the bytes after the elements of a tensor."""
     num_bytes = torch.Size(shape).numel() * dtype.itemsize
     contents = {
@@ -122,10 +121,10 @@ class _Storage:
 class _Tensor:
     """Is pickled like a contiguous tensor on the CPU with one storage."""
 
-    def __init__(self, dtype: torch.dtype, shape: Sequence[int], num_bytes: int) -> None:
+    def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int) -> None:
         # `_rebuild_tensor_v3` takes an untyped storage, and so one form is enough for all dtypes.
-        self.arguments = (
-            *(_Storage(num_bytes), 0, tuple(shape), tuple(contiguous_strides(shape))),
+        self.arguments: tuple[Any, ...] = (
+            *(_Storage(num_bytes), 0, tuple(shape), contiguous_strides(shape)),
             *(False, OrderedDict(), dtype),
         )
 
@@ -141,7 +140,7 @@ class _TensorPickler(pickle.Pickler):
         return None
 
 
-def _pickle_tensor(dtype: torch.dtype, shape: Sequence[int], num_bytes: int) -> bytes:
+def _pickle_tensor(dtype: torch.dtype, shape: tuple[int, ...], num_bytes: int) -> bytes:
     buffer = io.BytesIO()
     _TensorPickler(buffer, protocol=2).dump(_Tensor(dtype, shape, num_bytes))
     return buffer.getvalue()
