@@ -53,6 +53,7 @@ from torchtitan_like.checkpoint.stateful import (
     Progress,
     Stateful,
 )
+from torchtitan_like.checkpoint.torchtitan import check_data_choice
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
@@ -326,6 +327,11 @@ class Trainer:
         logger.info(str(start))
         differences = [f"{part} not loaded" for part in self.config.checkpoint.exclude_from_loading]
         stored = start.manifest or {}
+        if start.kind == "resume" and start.format == "dcp":
+            check_data_choice(
+                start, self.config.training.skip_steps, self.config.checkpoint.exclude_from_loading
+            )
+            differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
         resolved = {"global_batch_size": self.geometry.global_batch_size}

@@ -27,7 +27,7 @@ pytestmark = [
         "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
     ),
 ]
-GOLDEN = ASSETS / "v2/step-3"
+GOLDEN = ASSETS / "v3/step-3"
 _audit_events: list[str] | None = None  # audited events, while the fixture `audit_events` is active
 
 

@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-GOLDEN = ASSETS / "v2/step-3"
+GOLDEN = ASSETS / "v3/step-3"
 MODULE = "module_of_a_checkpoint"
 FLAG = "--experimental.custom_import"
 

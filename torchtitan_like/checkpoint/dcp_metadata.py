@@ -287,7 +287,7 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
             raise _damage(file, f"it describes {name!r} as {type(entry).__name__}")
     files: set[str] = set()
     for index, location in metadata.storage_data.items():
-        if type(location) is tuple and len(location) == 3:  # of `ExtentWriter`
+        if type(location) is tuple and len(location) == 3:  # of a native step of version 2
             path, offset, length = location
         else:
             path, offset, length = location.relative_path, location.offset, location.length

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.spec import standard_hf_config
 
 if TYPE_CHECKING:
@@ -38,7 +40,8 @@ def load_states(
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
     A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
-    An upcycling start leaves tensors unchanged that the dense model does not have.
+    It also excludes the dataloader's keys of a TorchTitan checkpoint. An upcycling start leaves
+    tensors unchanged that the dense model does not have.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """
@@ -46,6 +49,11 @@ def load_states(
     keys = ["model"] if start.kind == "warm" else [key for key in states if key not in exclude]
     if start.format == "step":
         _load_step(start, {key: states[key] for key in keys}, votes, identity, verify)
+    elif start.kind == "resume":
+        from torchtitan_like.checkpoint.torchtitan import load_run
+
+        keys = [key for key in keys if key != "dataloader"]
+        load_run(start, {key: states[key] for key in keys}, votes, identity)
     else:
         _load_weights(start, states["model"], votes, identity, quantized)
     not_loaded = sorted(set(states) - set(keys))
@@ -165,13 +173,22 @@ def _load_weights(
             unread=spec.hf_unread(args),
         )
         return
+    read = load_torchtitan if start.format == "dcp" else load_meta
+    read(path, tensors, rows=meta_rows(identity, path), tied=tied, votes=votes)
+
+
+def meta_rows(identity: Identity, path: Path) -> Rows:
+    """Return the table of TorchTitan's and Meta's names. Raises CheckpointError if there is none.
+
+    path: of the checkpoint, for the message.
+    """
+    spec = identity.spec
     if spec.meta_names is None:
         raise CheckpointError(
             f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
             "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
         )
-    read = load_torchtitan if start.format == "dcp" else load_meta
-    read(path, tensors, rows=spec.meta_names(args), tied=tied, votes=votes)
+    return spec.meta_names(identity.args)
 
 
 def _targets(

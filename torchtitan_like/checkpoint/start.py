@@ -237,22 +237,31 @@ def _initial(
     start = _weights(section, path, reason)
     if section.initial_load_model_only:
         return start
+    if start.format == "dcp":
+        from torchtitan_like.checkpoint.torchtitan import read_step
+
+        step = read_step(path)
+        _check_unfinished(path, step, last_step)
+        return Start("resume", step, path, reason, format="dcp")
     manifest = start.manifest or {}
     if manifest.get("kind") != "full":
         raise CheckpointError(
             f"checkpoint.initial_load_path = {str(path)!r} holds only weights "
             f"({FORMAT_NAMES[start.format]}). Expected a full checkpoint, because "
             "checkpoint.initial_load_model_only = false. Set checkpoint.initial_load_model_only = true, or set the path to "
-            "a full step-N of this program"
+            "a full step-N of this program or of TorchTitan 0.2"
         )
-    step = manifest["step"]
+    _check_unfinished(path, manifest["step"], last_step)
+    return _resume(StepFolder(manifest["step"], path, manifest), reason)
+
+
+def _check_unfinished(path: Path, step: int, last_step: int | None) -> None:
     if last_step is not None and step >= last_step:
         raise CheckpointError(
             f"checkpoint.initial_load_path = {str(path)!r} is at step {step}. Expected a step before "
             f"training.steps = {last_step}. Raise training.steps, or set "
             "checkpoint.initial_load_model_only = true to start at step 0"
         )
-    return _resume(StepFolder(step, path, manifest), reason)
 
 
 def _weights(section: Checkpoint, path: Path, reason: str) -> Start:

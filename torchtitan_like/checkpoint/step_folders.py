@@ -28,7 +28,9 @@ from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
 
-FORMAT_VERSION = 2  # format 1 lacks "files" and "self": it is read without verification
+# Format 1 lacks "files" and "self": it is read without verification. In format 2, only this program
+# can read the tensors of native steps.
+FORMAT_VERSION = 3
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 # Keys that `write_manifest` and `StepWriter` set. All others are the run's summary.
 MANIFEST_OWN_KEYS = {

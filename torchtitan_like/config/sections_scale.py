@@ -241,7 +241,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = field(
         True,
         "Load only the weights of initial_load_path; optimizer, schedule and data start anew. "
-        "false: continue the run of that full checkpoint, from its step, in a folder of its own.",
+        "false: continue the run of that full checkpoint, from its step, in a folder of its own. "
+        "It may be a checkpoint of TorchTitan 0.2.",
         needs=(Need("initial_load_path", "{key}", lambda path, _: bool(path)), *LOADING_INITIAL),
     )
     initial_load_in_hf: bool = field(

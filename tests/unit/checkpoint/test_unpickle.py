@@ -50,7 +50,7 @@ def save_dcp(folder: Path, state: dict[str, Any]) -> Metadata:
     return metadata
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_metadata_of_every_format_loads_unchanged(version: int, protocol: int) -> None:
     file = ASSETS / f"v{version}" / "step-3" / ".metadata"
