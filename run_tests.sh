@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm), to
-# which the arguments go.
+# Check and test everything: ruff, shellcheck, mypy, then pytest (unit, distributed, integration, faults, slurm). Arguments go
+# to pytest.
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
 #   ./run_tests.sh --quick               the unit tests of the folders that changed (3 minutes at most)
-#   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs the extra "interop")
+#   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs "interop" and "browser")
 #   ./run_tests.sh --null-gpu            the CUDA paths on devices that compute nothing (45 minutes; see below)
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
 #
@@ -46,7 +46,7 @@ fi
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
 extras="dev docs"
-[ "${1:-}" != --nightly ] || extras="dev docs interop"
+[ "${1:-}" != --nightly ] || extras="dev docs interop browser"
 setup_env "$extras" || exit 1
 cd "$ROOT" || exit 1
 # One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
@@ -59,7 +59,7 @@ case "${1:-}" in
   --nightly) exec "$PYTHON" -m pytest -m nightly "${@:2}" ;;
 esac
 
-# Print the unit tests of the folders with changes that are not committed, or else with those of the last commit.
+# Print the unit tests of folders with uncommitted changes, or else of folders that the last commit changed.
 changed_unit_tests() {
   local changed
   changed=$(git diff --name-only HEAD; git ls-files --others --exclude-standard)

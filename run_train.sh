@@ -8,7 +8,7 @@
 # `./run_train.sh --help` lists the other variables, the options and all settings.
 set -euo pipefail
 
-# Until the run is started, a signal ends this script with its code, once the command under way has ended.
+# Until the run is started, a signal ends this script with its code, after the current command has ended.
 trap 'echo "Stopped: nothing was started." >&2; exit 130' INT
 trap 'echo "Stopped: nothing was started." >&2; exit 75' TERM HUP
 
@@ -16,6 +16,6 @@ ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
 setup_env || exit 1
-# This repository's package, even if the current folder holds another copy. (Python 3.10 looks there first.)
+# Use this repository's package, even if the current folder has a copy, which Python 3.10 searches first.
 export PYTHONSAFEPATH=1 PYTHONPATH="$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 NGPU=${NGPU:-auto} TITAN_PROGRAM=$0 TITAN_PYTHON=$PYTHON exec "$PYTHON" -m torchtitan_like train "$@"

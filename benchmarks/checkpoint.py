@@ -252,6 +252,7 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
 
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
     from torchtitan_like.checkpoint.extents import FileRecord
+    from torchtitan_like.checkpoint.unpickle import CheckedPlanner
 
     folder = Path(arguments.folder)
     records = {
@@ -260,8 +261,11 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
         for name, (size, extents) in json.loads(path.read_text()).items()
     }
     state = make_state(arguments.gb, LOADS[arguments.child][1], fill=False)
+    native = folder / "native"
     variants = {
-        "native": lambda: load_planned(state, ExtentReader(folder / "native", records)),
+        "native": lambda: load_planned(
+            state, ExtentReader(native, records), CheckedPlanner(native)
+        ),
         "plain": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "plain")),
     }
     figures: dict[str, list[float]] = {}
@@ -395,7 +399,7 @@ def main() -> None:
         )
     print(
         f"\nHashing takes {ratio(save['hashing cpu_s'], save['native cpu_s'])} "
-        "of a save's CPU time. "
+        "of a checkpoint's CPU time. "
         f"The largest shard of a tensor has {save['largest shard mib'][0]:.0f} MiB"
     )
 

@@ -23,9 +23,9 @@ compressed with gzip.
 `--checks` measures the CPU time of a batch whose extents must be verified, as at the start of a
 large corpus. The baseline is a batch with verified extents.
 
-`--documents` measures the memory for that many documents on a rank, and the time to the first
-batch, at the start and far into the corpus. The corpus is a Megatron pair of documents of 64
-tokens.
+`--documents` measures the memory that a rank needs for that many documents. It also measures the
+time to the first batch, at the start and far into the corpus. The corpus is a Megatron pair of
+documents of 64 tokens.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-r"""Cost of balancing the experts and of their metrics, relative to a training step.
+r"""Measure the cost of balancing experts and of their metrics, relative to a training step.
 
     python benchmarks/expert_balance.py [--steps 8] [--methods bias ...] [--section.key value ...]
 
-Trains the Qwen3 debug model with experts (8 layers, 64 experts) on 2,048 tokens a step, with each
-`load_balance`, logs every step, and prints medians of CPU time: of the whole step, and inside the
-code that counts, computes the router's losses, updates biases, and computes the metrics.
+Trains the Qwen3 debug model with experts (8 layers, 64 experts) on 2,048 tokens per step, with each
+`load_balance`. Every step is logged. Prints medians of the CPU time of the whole step, and of the
+code that counts choices, computes the router's losses, updates biases, and computes the metrics.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ r"""Loss of a small MoE (8 experts, top 2) and of a dense model with as many act
 
 Trains both on the shipped text with the same data, seed, optimizer, and schedule, one rank each.
 Writes FOLDER/expert_curves.csv (validation losses by step, tokens, and active FLOPs) and
-FOLDER/expert_curves.svg. A run that FOLDER already has resumes or ends at once.
+FOLDER/expert_curves.svg. If FOLDER already contains a run, it resumes, or ends at once if it is
+finished.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SIZES = {
     "head_dim": 32,
     "enable_weight_tying": False,
 }
-# Two experts of 192 hidden units compute a token, so the dense model has 384.
+# Two experts of 192 hidden units process a token, so the dense model has 384.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("debugmodel", {"hidden_dim": 384}),
     "moe": (

@@ -8,12 +8,13 @@ One thread, fp32, CPU time, medians of ratios within a round.
 of 256 x 768 share 16,384 rows. `layer`: the experts' SwiGLU against a loop that reads `w[i]` for
 each expert, as TorchTitan 0.2.2 computes it on a CPU. Both have the same rows and weights.
 
-`2048` and `16384` time whole steps on so many tokens, in sequences of 2,048: this trainer, and bare
-loops (forward, loss, backward, clipping, fused AdamW) around the models of transformers (with
-`grouped_mm`) and of TorchTitan 0.2.2, each in a new process. TorchTitan's model imports triton, so
-it needs a CUDA build of torch. It counts with `torch.histc` of int64, which CPUs lack: here the
-counts take a detour through fp32. Without `torchtitan` in the environment its rows are left out.
-With 16,384 tokens all recompute their activations, since the memory would not suffice otherwise.
+`2048` and `16384` time whole steps on so many tokens, in sequences of 2,048, each in a new process.
+They compare this trainer with bare loops around the models of transformers (with `grouped_mm`) and
+of TorchTitan 0.2.2. A loop has forward, loss, backward, clipping, and fused AdamW. TorchTitan's
+model imports triton, so it needs a CUDA build of torch. It counts with `torch.histc` of int64,
+which CPUs lack: here the counts are converted to fp32 and back. Its rows are omitted if
+`torchtitan` is not installed. With 16,384 tokens, all models recompute their activations to save
+memory.
 """
 
 from __future__ import annotations
@@ -76,14 +77,14 @@ def measure_products(rounds: int) -> None:
     weight = torch.randn(NUM_EXPERTS, HIDDEN_DIM, DIM, requires_grad=True)
     grad = torch.randn(ROWS, HIDDEN_DIM)
 
-    def ours() -> None:
+    def grouped() -> None:
         torch.autograd.grad(grouped_linear(x, weight, ends), (x, weight), grad)
 
     def floor() -> None:
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
         torch.autograd.grad(out, (x, weight), grad)
 
-    a, b, ratio = compare(ours, floor, rounds)
+    a, b, ratio = compare(grouped, floor, rounds)
     print(
         f"products: grouped_linear {1e3 * a:.0f} ms, grouped_mm {1e3 * b:.0f} ms; "
         f"{1 / ratio:.3f} times the floor",

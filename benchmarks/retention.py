@@ -1,4 +1,4 @@
-"""Measure the time of retention after a save, by the number of kept steps.
+"""Measure the time of retention after a checkpoint, by the number of kept steps.
 
 python benchmarks/retention.py --kept 10 500 2000
 """
@@ -31,7 +31,7 @@ def make_step(folder: Path, number: int) -> None:
 
 
 def measure(num_kept: int, keep_latest_k: int, keep_every: int) -> list[float]:
-    """Return the milliseconds of `apply` after each of SAVES saves, with `num_kept` older steps."""
+    """Return the milliseconds of `apply` after each checkpoint, with `num_kept` older steps."""
     # Without fsync, because the benchmark measures only reading.
     with tempfile.TemporaryDirectory() as name, mock.patch("os.fsync"):
         folder = Path(name)
@@ -56,7 +56,7 @@ def main() -> None:
             first, *others = measure(num_kept, keep_latest_k, keep_every)
             print(
                 f"{num_kept:>6} kept steps, keep_latest_k {keep_latest_k:>2}, "
-                f"keep_every {keep_every}: {first:7.1f} ms for the first save, "
+                f"keep_every {keep_every}: {first:7.1f} ms for the first checkpoint, "
                 f"{statistics.median(others):7.1f} ms for each later one"
             )
 

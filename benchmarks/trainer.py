@@ -7,9 +7,9 @@ table has medians of the figures, and of the ratio within a round. One thread pe
 throughput is tokens per second of CPU time, because wall time depends on other processes. On two
 ranks it is tokens per second of wall time.
 
-The loop has a Llama of plain torch modules (plain_llama.py) of the same sizes, fused AdamW,
-clipping, autocast for bf16, and one printed line per step. On two ranks it calls `fully_shard` on
-each layer and the root. It reads the same token file.
+The loop trains a Llama of plain torch modules (plain_llama.py) of the same sizes. It uses fused
+AdamW, clipping and autocast for bf16, and prints one line per step. On two ranks it calls
+`fully_shard` on each layer and the root. It reads the same token file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the requirements of pyproject.toml that this Python does not meet; exit code 1 if there is any.
+"""List the requirements of pyproject.toml that this Python does not meet. Exits with 1 if any.
 
 Each line names the package, the installed release, and the expected one.
 
@@ -23,7 +23,7 @@ _REQUIREMENT = re.compile(
 
 
 def release(version: str) -> tuple[int, ...]:
-    """The numbers of a version: "2.13.0+cpu" -> (2, 13, 0). Suffixes (rc, dev, local build) are not compared."""
+    """Return the numbers of a version: (2, 13, 0) for "2.13.0+cpu". Suffixes are not compared."""
     match = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(part) for part in match.group().split(".")) if match else ()
 
@@ -85,11 +85,11 @@ def main(extras: list[str]) -> int:
         print(f"Python: found {sys.version.split()[0]}, expected >={oldest}")
         return 1
     try:
-        wanted = requirements(extras)
+        required = requirements(extras)
     except ImportError:
         print("tomli: not installed, expected any release (Python 3.10 has no TOML reader)")
         return 1
-    problems = [problem for requirement in wanted if (problem := unmet(requirement))]
+    problems = [problem for requirement in required if (problem := unmet(requirement))]
     print("\n".join(problems), end="\n" if problems else "")
     return 1 if problems else 0
 

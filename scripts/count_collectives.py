@@ -1,11 +1,11 @@
-"""Count what a layout sends in one step: kind, number, and bytes of its collectives per mesh dimension.
+"""Count the collectives of one step of a layout: kind, number, and bytes for each mesh dimension.
 
     python scripts/count_collectives.py train_configs/debug_model.toml --world-size 4 --parallelism.tensor_parallel_degree 2
 
-Starts that many CPU ranks (gloo), runs two steps, and counts in the second one on every rank. No GPU
-is needed or used. The model must be small enough for this machine; docs/guides/parallelism.md says
-how the counts scale. Compilation is disabled: compiled blocks communicate in the same way. Nothing
-is saved.
+Starts that many CPU ranks (gloo), runs two steps, and counts the collectives of the second step on
+every rank. Uses no GPU. The model must be small enough for this machine; docs/guides/parallelism.md
+explains how the counts scale. Compilation is disabled: compiled blocks send the same collectives.
+The script saves no checkpoint.
 
 Exit codes: 0; 78 for an invalid config; 1 for any other failure.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 WORKER = "--worker"
 MIB = 2**20
-# Operators of torch's two families, in the words of a reader; the first word that is in an operator's name.
+# Substring of an operator's name in torch -> kind of collective. The first match applies.
 KINDS = {
     "reduce_scatter": "reduce-scatter",
     "allgather": "all-gather",
@@ -50,7 +50,7 @@ KINDS = {
 }
 # In a ring of n ranks, each one sends (n - 1)/n times this many whole tensors.
 SENT = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
-# Settings for a step that only trains: no saves, no validation, a temporary folder.
+# Settings for a step that only trains: no checkpoints, no validation, a temporary folder.
 SETTINGS = (
     "--training.steps=2 --checkpoint.enable=false --validation.enable=false --compile.enable=false "
     "--metrics.enable_tensorboard=false --metrics.enable_wandb=false --profiling.enable_profiling=false"
@@ -59,7 +59,10 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Row:
-    """All collectives of one kind over one dimension. nbytes: of their whole tensors, together; sent: by this rank."""
+    """All collectives of one kind over one dimension.
+
+    nbytes: total bytes of their full tensors. sent: bytes that this rank sends.
+    """
 
     over: str
     ranks: int
@@ -71,15 +74,15 @@ class Row:
 
 
 def kind_of(operator: str) -> str | None:
-    """The kind of a collective by its operator's name; None for what moves nothing, or is counted at the sender."""
+    """Return the kind of a collective; None for operators that send nothing, such as a receive."""
     return next((kind for word, kind in KINDS.items() if word in operator), None)
 
 
 def rows_of(collectives: Iterable[tuple[str, int, str, int]]) -> list[Row]:
-    """Sums over (dimension, ranks, kind, bytes of the whole tensor)."""
-    found: dict[tuple[str, int, str], list[int]] = {}
+    """Sum collectives, each given as (dimension, ranks, kind, bytes of the full tensor)."""
+    sizes_by_key: dict[tuple[str, int, str], list[int]] = {}
     for over, ranks, kind, nbytes in collectives:
-        found.setdefault((over, ranks, kind), []).append(nbytes)
+        sizes_by_key.setdefault((over, ranks, kind), []).append(nbytes)
     return [
         Row(
             *key,
@@ -88,7 +91,7 @@ def rows_of(collectives: Iterable[tuple[str, int, str, int]]) -> list[Row]:
             sum(sizes),
             sum(sizes) * SENT.get(key[2], 0) * (key[1] - 1) / key[1] or sum(sizes),
         )
-        for key, sizes in sorted(found.items())
+        for key, sizes in sorted(sizes_by_key.items())
     ]
 
 
@@ -96,7 +99,7 @@ def rows_of(collectives: Iterable[tuple[str, int, str, int]]) -> list[Row]:
 
 
 def count(world: World, step: Any) -> tuple[Any, list[Row]]:
-    """Call `step` and count its collectives; returns what it returns, and the rows."""
+    """Call `step` and count its collectives. Return its result, and the rows."""
     import torch
     from torch.distributed import ProcessGroup
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,7 +109,7 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
     log: list[tuple[str, int, str, int]] = []
 
     def group_of(leaves: list[Any]) -> tuple[str, int]:
-        """Functional operators name their group, the others hold it."""
+        """Return the name and size of the group, which operators store by name or object."""
         for leaf in leaves:
             if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
                 group = ProcessGroup.unbox(leaf)
@@ -141,13 +144,13 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
 def work(
     config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition
 ) -> ExitCode:
-    """One rank: two steps as train.py makes them; rank 0 writes what all ranks counted in the second."""
+    """Run two training steps. Rank 0 writes the counts of all ranks in the second step."""
     from torchtitan_like.build import build_checkpointer
     from torchtitan_like.launch import join
     from torchtitan_like.train import Trainer
 
     world = join(config, launched)
-    found: list[Row] = []
+    last_rows: list[Row] = []
     with closing(
         build_checkpointer(config.checkpoint, config.job, config.model, world)
     ) as checkpointer:
@@ -163,13 +166,13 @@ def work(
 
         def counted(step: int, *rest: Any) -> Any:
             result, rows = count(world, lambda: train_step(step, *rest))
-            found[:] = rows  # of the last step: the first one also creates caches
+            last_rows[:] = rows  # of the last step: the first one also creates caches
             return result
 
         trainer.train_step = counted
         code: ExitCode = trainer.train()
         trainer.close()
-    of_ranks = world.step_group.gather_objects([vars(row) for row in found])
+    of_ranks = world.step_group.gather_objects([vars(row) for row in last_rows])
     if world.rank == 0:
         lines = {"shape": world.dims.mesh_shape(), "ranks": of_ranks}
         (Path(config.job.dump_folder) / "collectives.json").write_text(json.dumps(lines))
@@ -181,7 +184,7 @@ def work(
 
 
 def table(shape: dict[str, int], of_ranks: list[list[Row]]) -> list[str]:
-    """One table for all ranks that do the same."""
+    """Return the lines of one table for each set of ranks with equal counts."""
     layout = " x ".join(f"{name} {size}" for name, size in shape.items())
     lines = [f"One step of {len(of_ranks)} rank{'s' * (len(of_ranks) > 1)}: {layout}"]
     different: dict[tuple[Row, ...], list[int]] = {}
@@ -211,7 +214,7 @@ def _size(nbytes: float) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """The command; returns its exit code."""
+    """Run the command. Return its exit code."""
     if argv[:1] == [WORKER]:
         from torchtitan_like.launch import launch
 
@@ -233,7 +236,7 @@ def main(argv: list[str]) -> int:
             "--world-size",
             str(options.world_size),
         ]
-        # The working folder, as python -m has it: a model from outside may lie there.
+        # Include the working folder, as `python -m` does: it may contain a custom model.
         path = os.pathsep.join(filter(None, (str(ROOT), os.getcwd(), os.environ.get("PYTHONPATH"))))
         environ = {
             **os.environ,
@@ -262,9 +265,9 @@ def main(argv: list[str]) -> int:
         if done.returncode:
             print(done.stderr[-4000:], file=sys.stderr, end="")
             return 1
-        found = json.loads((Path(folder) / "collectives.json").read_text())
+        counts = json.loads((Path(folder) / "collectives.json").read_text())
     print(
-        "\n".join(table(found["shape"], [[Row(**row) for row in rows] for rows in found["ranks"]]))
+        "\n".join(table(counts["shape"], [[Row(**row) for row in rows] for rows in counts["ranks"]]))
     )
     return 0
 

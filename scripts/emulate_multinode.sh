@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Train on several "nodes" that are all this machine: one run_train.sh, and so one torchrun, for each. What several machines
-# do differently (the rendezvous, ranks that are not local ranks, one run folder written from all sides) can be tried
-# before there are any.
+# Train on several emulated nodes on this machine: one run_train.sh, and so one torchrun, for each. This tests what differs on
+# several machines: the rendezvous, ranks that are not local ranks, and one run folder that all nodes write to.
 #
 #   scripts/emulate_multinode.sh NNODES PER_NODE [--section.key value ...]
 #
@@ -10,15 +9,15 @@
 #   CONFIG_FILE, LOG_RANK, PYTHON
 #                as for run_train.sh; LOG_RANK counts within a node
 #   GRACE_SECONDS
-#                in which the others have to notice by themselves that a node has failed (default: 15)
+#                seconds for the other nodes to end by themselves after a node has failed (default: 15)
 #
-# With GPUs, node i sees the i-th slice of PER_NODE of them (of those in CUDA_VISIBLE_DEVICES, where that is set) and counts
-# its devices from 0, as a machine does; CUDA_VISIBLE_DEVICES= (empty) trains on CPU. Each rank needs a GPU of its own: NCCL
-# refuses two ranks on one, and it does not work between MIG slices either, so one cut GPU cannot stand for several.
+# With GPUs, node i uses the i-th PER_NODE GPUs (of CUDA_VISIBLE_DEVICES, if it is set) and numbers them from 0, like a machine.
+# CUDA_VISIBLE_DEVICES= (empty) trains on CPU. Each rank needs its own GPU: NCCL supports neither two ranks on one GPU nor MIG
+# slices of one GPU.
 #
-# Each line of the output begins with its node; which node holds rank 0 is up to the rendezvous. When a node fails, the
-# others are ended; a Ctrl-C or SIGTERM reaches all of them, and the run saves before it ends. Returns what run_train.sh
-# returns, of the first node where that is not 0.
+# Each line of the output starts with its node. The rendezvous decides which node has rank 0. If a node fails, the script ends
+# the others. A Ctrl-C or SIGTERM reaches all nodes, and the run saves before it ends. Returns the first exit code of
+# run_train.sh that is not 0.
 set -euo pipefail
 
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -31,7 +30,7 @@ if ! [[ "${1:-}" =~ ^[1-9][0-9]*$ && "${2:-}" =~ ^[1-9][0-9]*$ ]]; then
   echo "Usage: $0 NNODES PER_NODE [--section.key value ...]; both are positive integers." >&2
   exit 78
 fi
-# What a person would type to run this again: run_train.sh prints it.
+# The command to run this again, which run_train.sh prints.
 TYPED=$(printf '%q ' ${CONFIG_FILE:+CONFIG_FILE="$CONFIG_FILE"} "$0" "$@")
 export TYPED=${TYPED% } NNODES=$1 NGPU=$2
 shift 2
@@ -62,7 +61,7 @@ ranks=$((NNODES * NGPU))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > ranks ? cores / ranks : 1))}
 export MASTER_PORT MASTER_ADDR=127.0.0.1 RDZV_ID=emulated-$$
 export PET_LOCAL_ADDR=127.0.0.1 # else ranks look each other up by this machine's name, which may not resolve
-# After a failure a rank may hang that waits for one that is gone: torchrun kills it after this time.
+# After a failure, a rank may wait forever for a dead rank: torchrun kills it after this time.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-60}
 unset NODE_RANK # the rendezvous decides
 

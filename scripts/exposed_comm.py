@@ -3,11 +3,15 @@
     python scripts/exposed_comm.py outputs/profile_traces/iteration_100             # all ranks of a step
     python scripts/exposed_comm.py outputs/profile_traces/iteration_100/rank0_trace.json
 
-For each trace, it prints the milliseconds of a recorded step: from its first kernel to its last, of
-computing, of sending (NCCL's kernels, including the wait for a slower rank), and of *exposed*
-sending, while that GPU computes nothing. Overlapping collectives count once, and so do overlapping
-kernels. A list of the longest exposed collectives follows. docs/guides/parallelism.md lists
-remedies. Traces of CPU ranks contain no kernels.
+For each trace, it prints milliseconds of a recorded step:
+
+- all: from the first kernel to the end of the last one
+- computing
+- sending: NCCL's kernels, including the wait for a slower rank
+- exposed: sending while this GPU computes nothing
+
+Overlapping kernels count once. A list of the longest exposed collectives follows.
+docs/guides/parallelism.md lists remedies. Traces of CPU ranks contain no kernels.
 
 Exit codes: 0; 2 if there is no trace with kernels.
 """
@@ -29,7 +33,7 @@ KERNELS = ("kernel", "gpu_memcpy", "gpu_memset")
 
 @dataclass(frozen=True)
 class Exposed:
-    """Milliseconds of all recorded steps; by_kind: those exposed, by the kernel's name."""
+    """Milliseconds of all recorded steps. by_kind: exposed milliseconds by kind of collective."""
 
     num_steps: int
     total: float
@@ -41,45 +45,45 @@ class Exposed:
 
 def merged(spans: Spans) -> Spans:
     """Return the union of the spans as disjoint spans, in order."""
-    found: Spans = []
-    for begin, end in sorted(spans):
-        if found and begin <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
+    result: Spans = []
+    for start, end in sorted(spans):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
         else:
-            found.append((begin, end))
-    return found
+            result.append((start, end))
+    return result
 
 
 def without(spans: Spans, covers: Spans) -> Spans:
-    """What of `spans` no span of `covers` covers. Both are merged."""
-    found: Spans = []
+    """Return the parts of `spans` that no span of `covers` covers. Both must be merged."""
+    result: Spans = []
     first = 0
-    for begin, end in spans:
-        while first < len(covers) and covers[first][1] <= begin:
+    for start, end in spans:
+        while first < len(covers) and covers[first][1] <= start:
             first += 1
-        at = first
-        while begin < end and at < len(covers) and covers[at][0] < end:
-            if covers[at][0] > begin:
-                found.append((begin, covers[at][0]))
-            begin = covers[at][1]
-            at += 1
-        if begin < end:
-            found.append((begin, end))
-    return found
+        index = first
+        while start < end and index < len(covers) and covers[index][0] < end:
+            if covers[index][0] > start:
+                result.append((start, covers[index][0]))
+            start = covers[index][1]
+            index += 1
+        if start < end:
+            result.append((start, end))
+    return result
 
 
 def length(spans: Spans) -> float:
-    return sum(end - begin for begin, end in spans)
+    return sum(end - start for start, end in spans)
 
 
 def kind_of(kernel: str) -> str:
-    """`ncclDevKernel_AllGather_RING_LL(...)` -> AllGather."""
+    """Return the kind of collective: AllGather for `ncclDevKernel_AllGather_RING_LL(...)`."""
     words = kernel.partition("(")[0].split("_")
     return words[1] if len(words) > 1 else kernel
 
 
 def exposed_in(events: list[dict[str, Any]]) -> Exposed | None:
-    """None where no kernel is among the events (times of a Chrome trace are microseconds)."""
+    """Return the times of a Chrome trace, whose times are microseconds; None without kernels."""
     computed: Spans = []
     sent: dict[str, Spans] = {}
     for event in events:
@@ -113,24 +117,24 @@ def exposed_in(events: list[dict[str, Any]]) -> Exposed | None:
 
 
 def read(file: Path) -> list[dict[str, Any]]:
-    """The events of a trace. Raises ValueError where it holds none."""
+    """Return the events of a trace. Raises ValueError if the file is not a trace."""
     text = gzip.decompress(file.read_bytes()) if file.suffix == ".gz" else file.read_bytes()
     try:
         events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} is no Chrome trace: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{file} is not a Chrome trace: {type(error).__name__}: {error}") from error
     return events
 
 
-def row(name: str, found: Exposed) -> str:
+def row(name: str, times: Exposed) -> str:
     each = [
-        value / found.num_steps
-        for value in (found.total, found.computed, found.sent, found.exposed)
+        value / times.num_steps
+        for value in (times.total, times.computed, times.sent, times.exposed)
     ]
     return (
         f"{name:>24}"
         + "".join(f"{value:>11,.1f}" for value in each)
-        + f"{found.exposed / found.total:>9.1%}"
+        + f"{times.exposed / times.total:>9.1%}"
     )
 
 
@@ -138,26 +142,26 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("place", type=Path, help="a trace, or a folder of rank<r>_trace.json")
+    parser.add_argument("trace", type=Path, help="a trace, or a folder of rank<r>_trace.json")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command; returns its exit code."""
-    place = parse(arguments).place
-    files = [place] if place.is_file() else sorted(place.glob("*_trace.json*"))
+    """Run the command. Return its exit code."""
+    path = parse(arguments).trace
+    files = [path] if path.is_file() else sorted(path.glob("*_trace.json*"))
     rows, kinds = [], Counter[str]()
     for file in files:
         try:
-            found = exposed_in(read(file))
+            times = exposed_in(read(file))
         except (OSError, ValueError) as error:
             print(error, file=sys.stderr)
             return 2
-        if found is not None:
-            rows.append(row(file.name.partition("_trace")[0], found))
-            kinds.update({kind: time / found.num_steps for kind, time in found.by_kind.items()})
+        if times is not None:
+            rows.append(row(file.name.partition("_trace")[0], times))
+            kinds.update({kind: time / times.num_steps for kind, time in times.by_kind.items()})
     if not rows:
-        print(f"{place} holds no trace with kernels of a GPU", file=sys.stderr)
+        print(f"{path} contains no trace with GPU kernels", file=sys.stderr)
         return 2
     print(
         f"{'ms of a step':>24}{'all':>11}{'computing':>11}{'sending':>11}{'exposed':>11}{'of all':>9}"

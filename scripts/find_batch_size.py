@@ -5,8 +5,9 @@
 
 Each trial is a short run through run_train.sh, with the options of the real run. The size
 doubles until a trial runs out of memory or uses more than --limit-gib. Bisection then finds the
-largest size that fits, whatever number that is: batch sizes need no alignment. The memory of
-rank 0 counts. Without --limit-gib, only running out of memory ends the search, so a GPU is needed.
+largest size that fits, whatever number that is: batch sizes need no alignment. The script reads the
+memory of rank 0. Without --limit-gib, the search ends only when a trial runs out of memory, which
+needs a GPU.
 
 Exit codes: 0 a size was found; 1 not even one sample fits; 2 wrong arguments. A trial that fails
 for another reason ends the search with its code and its last lines.
@@ -42,7 +43,7 @@ class Trial(NamedTuple):
 
 
 class TrialFailed(Exception):
-    """A run that ended for another reason than memory."""
+    """A trial that failed for another reason than a lack of memory."""
 
     def __init__(self, code: int, output: str) -> None:
         self.code = code
@@ -50,7 +51,7 @@ class TrialFailed(Exception):
 
 
 def largest_that_fits(try_size: Callable[[int], Trial], most: int) -> list[Trial]:
-    """Try sizes from 1 on, doubling and then bisecting; returns all trials in order.
+    """Try sizes from 1 on, doubling and then bisecting. Return all trials in order.
 
     Assumes that a size fits if a larger one does.
     """
@@ -108,7 +109,7 @@ def run_trial(
 
 
 def table(trials: list[Trial], limit_gib: float) -> str:
-    """All trials by size, and the largest that fits."""
+    """Return the table of all trials by size, and the largest size that fits."""
     lines = ["local_batch_size  memory (GiB)  tokens/s per rank"]
     for one in sorted(trials):
         memory = f"{one.memory_gib:.2f}" if one.memory_gib else "out of memory"
@@ -130,7 +131,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps of each trial")
     parser.add_argument("--most", type=int, default=1024, help="largest size to try")
     parser.add_argument(
-        "--limit-gib", type=float, default=float("inf"), help="memory of a rank that counts as full"
+        "--limit-gib", type=float, default=float("inf"), help="GiB of a rank above which a trial does not fit"
     )
     arguments, options = parser.parse_known_args(argv)
     if min(arguments.ngpu, arguments.steps, arguments.most) < 1 or arguments.limit_gib <= 0:

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# How fast is a disk, really? Reads and writes files of 16 KiB, 1 MiB and 1 GiB with 16 processes; prints a Markdown table.
+# Measure the speed of a disk: read and write files of 16 KiB, 1 MiB and 1 GiB with 16 processes. Prints a Markdown table.
 #
 #   scripts/fio_scan.sh FOLDER
 #
@@ -12,7 +12,7 @@
 #   DRY_RUN=1   print the commands
 #
 # Small files are what an import of Python modules reads, large ones are checkpoints and token files. The page cache is left
-# out (--direct=1). Needs fio. Returns 1 when a measurement fails, as on a file system that knows no direct access.
+# out (--direct=1). Needs fio. Returns 1 when a measurement fails, as on a file system without direct access.
 set -uo pipefail
 
 case "${1:-}" in
@@ -23,7 +23,7 @@ folder=${1:?a folder on the disk}
 [ -n "${DRY_RUN:-}" ] || command -v fio >/dev/null || { echo "fio is not there: apt install fio" >&2; exit 1; }
 
 speed() { # size, read or write -> MB/s and operations per second, separated by a blank
-  local told words=(fio --name="scan-$2-$1" --directory="$folder" --rw="$2" --filesize="$1" --bs="$([ "$1" = 16k ] && echo 16k || echo 1m)"
+  local output words=(fio --name="scan-$2-$1" --directory="$folder" --rw="$2" --filesize="$1" --bs="$([ "$1" = 16k ] && echo 16k || echo 1m)"
     --numjobs="${JOBS:-16}" --ioengine="${ENGINE:-libaio}" --iodepth=16 --direct=1 --unlink=1 --time_based
     --runtime="${SECONDS_EACH:-60}" --ramp_time=2 --group_reporting --output-format=json)
   if [ -n "${DRY_RUN:-}" ]; then
@@ -31,12 +31,12 @@ speed() { # size, read or write -> MB/s and operations per second, separated by 
     echo >&3
     return
   fi
-  told=$("${words[@]}") || return
-  # Notes may stand before the JSON.
+  output=$("${words[@]}") || return
+  # fio may print notes before the JSON.
   "${PYTHON:-python3}" -c 'import json, sys
 text = sys.stdin.read()
-told = json.loads(text[text.index("{"):])["jobs"][0][sys.argv[1]]
-print(round(told["bw_bytes"] / 1e6), round(told["iops"]))' "$2" <<<"$told"
+result = json.loads(text[text.index("{"):])["jobs"][0][sys.argv[1]]
+print(round(result["bw_bytes"] / 1e6), round(result["iops"]))' "$2" <<<"$output"
 }
 
 exec 3>&1

@@ -1,11 +1,12 @@
-"""Show what a pipeline schedule does with the ranks' time: an ASCII timeline and the bubble. Needs no ranks and no GPU.
+"""Print the timeline of a pipeline schedule and its bubble. Needs no ranks and no GPU.
 
     python scripts/pp_bubble.py --schedule 1F1B --pp 4 --microbatches 8
     python scripts/pp_bubble.py --pp 4 --microbatches 8                        # compare all schedules
     python scripts/pp_bubble.py --csv my_schedule.csv
 
-A forward pass of one stage is the unit of time, a backward pass takes two, messages none. With one stage per rank, p
-ranks and m micro-batches the bubble is (p - 1) / (m + p - 1). m = micro-batches of all gradient accumulation in a step.
+The unit of time is a forward pass of one stage. A backward pass takes two units, messages take no
+time. With one stage per rank, p ranks and m micro-batches in a step, the bubble is (p - 1) / (m + p
+- 1). m includes gradient accumulation.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ NAMED = {
 
 
 def comparison(pp: int, stages_per_rank: int, num_micro_batches: int) -> list[str]:
-    """One line per schedule; those with several stages per rank count time in stages that are as much smaller."""
+    """Return one line per schedule, with the bubble as a fraction of the ranks' time."""
     lines = [
-        f"{pp} ranks, {num_micro_batches} micro-batches per step: the share of the ranks' time in which they wait"
+        f"{pp} ranks, {num_micro_batches} micro-batches per step: the fraction of the ranks' time that they are idle"
     ]
     for name, schedule in NAMED.items():
         each = stages_on_a_rank(schedule, stages_per_rank)
@@ -44,11 +45,11 @@ def comparison(pp: int, stages_per_rank: int, num_micro_batches: int) -> list[st
     return lines
 
 
-def stages_on_a_rank(schedule: Schedule, wanted: int) -> int:
-    """A schedule of several stages has the number that is wanted; a V has two."""
+def stages_on_a_rank(schedule: Schedule, stages_per_rank: int) -> int:
+    """Return the number of stages per rank: 1, 2 for a V schedule, else `stages_per_rank`."""
     if schedule.is_v_shaped:
         return 2
-    return wanted if schedule.is_multi else 1
+    return stages_per_rank if schedule.is_multi else 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -59,15 +60,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pp", type=int, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, help="micro-batches of a step")
     parser.add_argument(
-        "--stages-per-rank", type=int, default=2, help="of schedules that have several (default: 2)"
+        "--stages-per-rank", type=int, default=2, help="for schedules with several stages per rank (default: 2)"
     )
-    parser.add_argument("--csv", help="the file of a schedule, instead of --schedule")
+    parser.add_argument("--csv", help="CSV file of a schedule, instead of --schedule")
     options = parser.parse_args(arguments)
     pp, number = options.pp, options.microbatches
     if not options.csv and (pp is None or number is None):
-        parser.error("--pp and --microbatches are needed, or --csv")
+        parser.error("expected --pp and --microbatches, or --csv")
     if not options.csv and min(pp, number, options.stages_per_rank) < 1:
-        parser.error("--pp, --microbatches and --stages-per-rank are at least 1")
+        parser.error("--pp, --microbatches and --stages-per-rank must be at least 1")
     try:
         if options.csv:
             lines = timeline_lines(options.csv, read_csv(options.csv))

@@ -1,11 +1,10 @@
 # shellcheck shell=bash
 # Sourced by run_train.sh and run_tests.sh: finds a Python that meets pyproject.toml, or makes one in .venv.
 #
-#   setup_env [EXTRAS]   sets PYTHON to the interpreter to use; returns 1, having said why, when there is none
+#   setup_env [EXTRAS]   sets PYTHON to the interpreter to use; prints the reason and returns 1 if there is none
 #                        EXTRAS: one word, names of extras separated by blanks ("dev interop")
-#
-# In this order: $PYTHON (or python3) as it is, .venv as it is, .venv after an installation. Nothing is ever installed
-# outside .venv. What is really installed decides, so there is no stamp that could go stale.
+# It tries, in this order: $PYTHON (or python3), .venv, and .venv after an installation. It installs nothing outside .venv. It
+# checks the installed packages each time and stores no marker file.
 
 TESTED_TORCH=2.13.0 # the release our tests run on, installed where there is no torch yet
 SETUP_ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -20,8 +19,8 @@ setup_env() {
       return 0
     fi
   done
-  # Two scripts started together must not install into the same .venv. The lock belongs to this file descriptor: it
-  # outlives the Python that takes it and falls with this shell, however that ends.
+  # Two scripts started together must not install into the same .venv. The lock belongs to this file
+  # descriptor: it stays after the Python that acquires it has ended, and the kernel releases it when this shell ends.
   exec 9>"$SETUP_VENV.lock" || return 1
   local rc=0
   _setup_lock "$base" && _setup_install "$base" "$extra" || rc=$?
@@ -30,7 +29,7 @@ setup_env() {
   return "$rc"
 }
 
-# Say what a Python that the user has named lacks, before another one is used in its place.
+# Print the missing packages of the Python in $PYTHON before another one is used instead.
 _setup_report_named() {
   {
     echo "PYTHON=$1 does not meet pyproject.toml${2:+ (with the extra $2)}:"
@@ -47,7 +46,7 @@ _setup_absolute() {
   esac
 }
 
-# The requirements that a Python does not meet, one a line; fails if there is any.
+# Print the requirements that a Python does not meet, one per line. Fails if there are any.
 _setup_unmet() {
   _setup_python_is_new_enough "$1" || return 1
   # shellcheck disable=SC2086 # one argument for each extra
@@ -73,7 +72,7 @@ _setup_install() {
   local base=$1 extra=$2 python="$SETUP_VENV/bin/python"
   _setup_unmet "$python" "$extra" >/dev/null 2>&1 && return 0 # another script has just done it
   {
-    echo "'$base' does not have what pyproject.toml asks for${extra:+ (with the extra $extra)}:"
+    echo "'$base' lacks requirements of pyproject.toml${extra:+ (with the extra $extra)}:"
     _setup_unmet "$base" "$extra" | sed 's/^/  /'
     echo "Installing into $SETUP_VENV (once; takes some minutes)."
   } >&2
@@ -82,7 +81,7 @@ _setup_install() {
   fi
   cat >&2 <<TEXT
 
-The installation did not succeed (the reason stands above). To go on:
+The installation failed (the reason is above). To continue:
   try again                  $0      (what is installed already is kept)
   use another package index  PIP_INDEX_URL=https://... $0
   start from nothing         rm -rf $(printf '%q' "$SETUP_VENV") && $0

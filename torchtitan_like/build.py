@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,19 +13,18 @@ from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
-from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
-from torchtitan_like.monitor.log import add_file
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.row_files import RowFiles
@@ -35,15 +34,15 @@ from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
-from torchtitan_like.optim.optimizer import Optimizer
+from torchtitan_like.optim.optimizer import Optimizer, Surroundings
 from torchtitan_like.optim.schedule import Schedule, build_schedule
-from torchtitan_like.util.credentials import mask_values
-from torchtitan_like.util.files import WriteFailures, storage_error, write_atomically
-from torchtitan_like.util.run_directory import log_file
+from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.positions import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Job
-    from torchtitan_like.config.sections_scale import Checkpoint, Parallelism
+    from torchtitan_like.config.sections_run import Metrics as MetricsSection
+    from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
     from torchtitan_like.config.sections_training import (
         Data,
         Loss,
@@ -57,33 +56,7 @@ if TYPE_CHECKING:
     from torchtitan_like.models.spec import ModelSpec
 
 
-# ---- the run directory and the checkpointer
-
-
-def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> Attempt:
-    """Create the folder of this attempt, write its configuration, and log to it. A collective.
-
-    Raises StorageError on every rank if rank 0 cannot write.
-    """
-    run = config.job.dump_folder
-
-    def make() -> int:
-        with storage_error(run):
-            attempt = Attempt(run)
-            attempt.write_config(dump_toml(config))
-            if name := config.job.save_config_file:
-                text = json.dumps(mask_values(config.model_dump()), indent=2)
-                (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(attempt.run / name, text)
-            attempt.remove_exit()
-            return attempt.number
-
-    number = world.step_group.leader_does(make)
-    attempt = Attempt(run, number, failures=failures)
-    if world.rank == 0:
-        attempt.capture_environment()
-    add_file(log_file(attempt.folder, world.rank), failures)
-    return attempt
+# ---- checkpointer
 
 
 def build_checkpointer(
@@ -191,19 +164,6 @@ def build_data(
 # ---- model and optimizer
 
 
-def model_sections(config: JobConfig) -> Sections:
-    """Return the sections that determine the layout of a model."""
-    return Sections(
-        config.training,
-        config.parallelism,
-        config.activation_checkpoint,
-        config.compile,
-        config.model.converters,
-        config.quantize.linear.float8,
-        config.model.print_after_conversion,
-    )
-
-
 def build_model(
     sections: Sections,
     loss: Loss,
@@ -250,14 +210,23 @@ def build_optimizer(
     lr_scheduler: LRScheduler,
     parts: nn.ModuleList,
     world: World,
+    spec: ModelSpec,
     *,
     total_steps: int,
     sections: Sections,
+    seed: int,
 ) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
     schedule = build_schedule(lr_scheduler, total_steps)
     named = [named for part in parts for named in part.named_parameters()]
-    optimizer = optimizers.build_optimizer(named, section, world.all_ranks)
+    surroundings = Surroundings(
+        spec.sharding,
+        partial(MatrixOwners, group=world.all_ranks),
+        local_positions,
+        torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
+        seed,
+    )
+    optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
     after_update = None
     if FLOAT8 in sections.converters:
         after_update = after_optimizer_step(parts, sections.float8)
@@ -267,7 +236,7 @@ def build_optimizer(
 def build_balancer(
     parts: nn.ModuleList, world: World, parallelism: Parallelism
 ) -> ExpertBalancer | None:
-    """Build what balances the experts; None for a dense model.
+    """Build the `ExpertBalancer`; None for a dense model.
 
     A collective with pipeline parallelism.
     """
@@ -280,34 +249,38 @@ def build_balancer(
 
 
 def build_metrics(
-    config: JobConfig,
+    section: MetricsSection,
+    activation_checkpoint: ActivationCheckpoint,
     world: World,
     attempt: Attempt,
+    failures: WriteFailures,
+    *,
     flops_per_token: float,
     flops_formula: str,
     sources: Sequence[str],
-    failures: WriteFailures,
+    last_step: int,
+    run_config: Mapping[str, object],
 ) -> Metrics:
-    """Build the metrics of a run, and log the peak FLOP/s of the hardware."""
+    """Build the metrics of a run, and log the peak FLOP/s of the hardware.
+
+    run_config: the masked configuration, which W&B shows.
+    """
     memory = build_memory_monitor(world.device)
     peak = log_hardware(
-        memory, world.device.type, config.metrics.peak_flops, flops_per_token, flops_formula
+        memory, world.device.type, section.peak_flops, flops_per_token, flops_formula
     )
-    num_passes = 4 if config.activation_checkpoint.mode == "full" else 3
+    num_passes = 4 if activation_checkpoint.mode == "full" else 3
     throughput = ThroughputClock(
         TokenFlops(flops_per_token, peak, num_passes),
         num_devices=world.size,
-        data_loading_alarm=config.metrics.data_loading_alarm,
+        data_loading_alarm=section.data_loading_alarm,
     )
-    run_config: Mapping[str, object] | None = None
-    if config.metrics.enable_wandb:
-        run_config = mask_values(config.model_dump())
     return Metrics(
         RowCollector(world.gather_losses, sources),
         throughput,
         memory,
-        build_sinks(config.metrics, attempt.run, world.rank, failures, run_config),
+        build_sinks(section, attempt.run, world.rank, failures, run_config),
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
-        log_freq=config.metrics.log_freq,
-        last_step=config.training.steps,
+        log_freq=section.log_freq,
+        last_step=last_step,
     )

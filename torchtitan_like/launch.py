@@ -25,7 +25,7 @@ from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
-from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
 from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
@@ -40,7 +40,7 @@ from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import StorageError, WriteFailures
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import (
     EXIT,
@@ -51,6 +51,7 @@ from torchtitan_like.util.run_directory import (
     write_exit,
     write_exit_for_launcher,
 )
+from torchtitan_like.util.units import GIB
 
 # Exit codes of the errors that all ranks raise together. The first matching class is used.
 CODES: dict[type[Exception], ExitCode] = {
@@ -203,7 +204,13 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
     for line in set_determinism(config.debug):  # NCCL reads its environment with the first group
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
-    dims, errors = resolve_degrees(config.parallelism, launched.world_size)
+    model = config.model
+    spec = get_spec(model.name)
+    dims, errors = resolve_degrees(
+        config.parallelism,
+        launched.world_size,
+        has_experts=has_experts(spec, resolve_args(spec, model.flavor, model.args)),
+    )
     assert dims is not None, errors  # preflight has reported these
     seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
     world = join_world(

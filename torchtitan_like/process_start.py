@@ -1,4 +1,4 @@
-"""Prepare a process: signals end it with their exit codes, and it does not outlive its launcher.
+"""Prepare a process: signals end it with their exit codes, and it ends with its launcher.
 
 This module has no slow imports: signals before its functions are called have Python's behavior.
 """

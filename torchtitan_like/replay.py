@@ -35,6 +35,7 @@ from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
+from torchtitan_like.util.run_directory import CONFIG
 
 # Settings that override the run's: a replay is one process and writes no results.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
@@ -168,10 +169,10 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
     names = DEFAULTS if bundle["checkpoint"]["is_start"] else (*DEFAULTS, "checkpoint")
     defaults = {name: getattr(JobConfig(), name) for name in names}
     config = config.model_copy(update={**defaults, "experimental": experimental})
-    (folder / "config.toml").write_text(dump_toml(config), encoding="utf-8")
+    (folder / CONFIG).write_text(dump_toml(config), encoding="utf-8")
     is_path_given = any(PATH_KEY in setting for setting in settings)
     start = _start_settings(bundle["checkpoint"], run, is_path_given)
-    argv = ["--job.config_file", str(folder / "config.toml"), *SETTINGS, *start]
+    argv = ["--job.config_file", str(folder / CONFIG), *SETTINGS, *start]
     argv += [f"--job.dump_folder={folder}", f"--debug.seed={bundle['seed']}"]
     argv += [f"--training.global_batch_size={bundle['global_batch_size']}"]
     if config.optimizer.early_step_in_backward:  # it frees gradients before they can be inspected
@@ -299,7 +300,7 @@ def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement
     with closing(OverflowDetector(trainer.parts, trainer.config.debug, position)) as detector:
         try:
             trainer.train_step(trainer.progress.step, fetched, agreement)
-            detector.judge()
+            detector.evaluate()
         except NonFiniteError as error:
             micro_batch = position()[1]
             return f"{error} (samples from {batch.first_samples[micro_batch]} on)"
@@ -377,17 +378,17 @@ def possible_reasons(bundle: Bundle, replay: Replay) -> list[str]:
     path = bundle["checkpoint"]["path"]
     start = "the run's first weights" if path is None else path
     limits_of_a_replay = [
-        "one process has no other ranks and no reduction, so it cannot show a fault of one rank's "
-        "machine, or of code that depends on the rank. Check the machines with "
+        "one process has no other ranks and no reduction. So a replay cannot show a fault of one "
+        "rank's machine, or of code that depends on the rank. Check the machines with "
         "`titan node check`, or continue the run in its own layout from the same checkpoint "
         "with debug.detect_overflow = true",
-        f"the replay started from {start}: it lacks changes of a weight in memory after that",
+        f"the replay started from {start}: it does not contain later changes of weights in memory",
     ]
     if bundle.get("spike"):
         text = "from the stored weights, the same samples give numbers below the spike's limit"
         return [text, *limits_of_a_replay]
     if not math.isfinite(replay.loss + replay.grad_norm):
-        return ["the run had another one of loss and gradient norm non-finite than the replay"]
+        return ["the run and the replay differ in which of loss and gradient norm is non-finite"]
     losses = {rank: loss for rank, loss in bundle["rank_losses"].items() if loss is not None}
     ranks = ", ".join(rank for rank, loss in losses.items() if not math.isfinite(loss))
     if ranks:

@@ -18,18 +18,20 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.resilience.nonfinite import HISTORY
 from torchtitan_like.util.files import WriteFailures, write_atomically
 from torchtitan_like.util.jsonl import encode
-from torchtitan_like.util.run_directory import BAD_STEPS
+from torchtitan_like.util.run_directory import (
+    BAD_STEPS,
+    PIN,
+)
 
 # For skipped steps of one attempt. Pinned checkpoints are never deleted, and disks are finite.
 MOST_PINS = 3
-HISTORY = 4  # steps; a run with frozen updates stops before it makes more
 
 
 class ReplayBundleWriter:
@@ -64,6 +66,7 @@ class ReplayBundleWriter:
         self._seed = seed
         self._policy = policy
         self._failures = failures
+        # A run with frozen updates stops before it makes more rows.
         self._nonfinite_rows: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._num_pins = 0
 

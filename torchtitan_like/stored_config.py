@@ -23,8 +23,10 @@ from torchtitan_like.config import (
 from torchtitan_like.config.arguments import parse_arguments
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
+from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.util.modules import import_named, is_file_name
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.run_directory import CONFIG
 
 CUSTOM_IMPORT = "experimental.custom_import"
 # Base of relative paths in the configurations of a source checkout.
@@ -37,7 +39,7 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     config_file: the TOML of a run with this model; None: config.toml in the checkpoint. module: see
     `import_custom`. Raises CheckpointError if there is no configuration, ConfigError.
     """
-    if not config_file and not (path / "config.toml").is_file():
+    if not config_file and not (path / CONFIG).is_file():
         raise CheckpointError(
             f"{path} does not store its configuration. Expected a config.toml, whose model gives "
             "the tensors their names: give --config, the TOML file of a run with this model"
@@ -53,13 +55,14 @@ def identify_step(step: Path, module: str) -> tuple[Identity, str]:
 
     module: see `import_custom`. Raises ConfigError.
     """
-    return _identify(load_stored_config(step / "config.toml"), step, module)
+    return _identify(load_stored_config(step / CONFIG), step, module)
 
 
 def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, str]:
     from torchtitan_like.build import identify
 
     import_custom(config, module)
+    config, _ = read_sizes(config)
     return identify(with_assets(config.model, folder)), dump_toml(config)
 
 
@@ -96,7 +99,7 @@ def import_custom(config: JobConfig, module: str) -> None:
                 f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in "
                 "PYTHONPATH"
             )
-            expected += f". The config asks for the module {stored!r}"
+            expected += f". The config names the module {stored!r}"
         raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
     if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
         show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}")

@@ -24,9 +24,11 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.stored_config import custom_import_in, import_custom
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import staged_path
+from torchtitan_like.util.run_directory import step_name
 
 # Sizes of a small model, by their names in the model families.
 SIZES = {
@@ -50,6 +52,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
     words = ["--job.config_file", str(find_config(config_file)), *settings]
     config = load_config(words)
     import_custom(config, custom_import_in(settings))
+    config, _ = read_sizes(config)
     spec = get_spec(config.model.name)
     large = resolve_args(spec, config.model.flavor, config.model.args)
     vocab_size = load_tokenizer(config.model.tokenizer_folder).vocab_size
@@ -74,11 +77,11 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
         convert(
             open_contents(staged),
-            staged / "step-0",
+            staged / step_name(0),
             "native",
             dtype=None,
             identity=identity,
-            config=dump_toml(load_config([*words, *size_settings])),
+            config=dump_toml(read_sizes(load_config([*words, *size_settings]))[0]),
         )
         (staged / "make.sh").write_text(
             f"cd {shlex.quote(os.getcwd())} &&\n    {shlex.join([*command, *settings])}\n",

@@ -29,10 +29,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, r
 
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.launcher.options import DEFAULT_PORT
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.output import show_error
 
-DEFAULT_PORT = 29500
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Exit codes of ranks before the first step, most important first. The launcher stops the other
 # ranks with SIGTERM, and they return REQUEUE.
@@ -69,13 +69,13 @@ def main(argv: list[str]) -> int:
     try:
         record(torch_run.run)(arguments)
     except SignalException:  # the ranks have ended
-        return 1
+        return CRASH
     except ChildFailedError as error:
         code = early_code({failure.exitcode for failure in error.failures.values()})
         if code is not None:
             return int(code)
         show_error(str(error))
-        return 1
+        return CRASH
     return 0
 
 

@@ -40,8 +40,6 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimizer,
-    model_sections,
-    open_attempt,
 )
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
@@ -55,6 +53,7 @@ from torchtitan_like.checkpoint.stateful import (
     Progress,
     Stateful,
 )
+from torchtitan_like.checkpoint.torchtitan import check_data_choice
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
@@ -67,12 +66,14 @@ from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
+from torchtitan_like.distributed.parallelize import Sections
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
+from torchtitan_like.monitor.attempt import open_attempt
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
@@ -84,7 +85,7 @@ from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
-from torchtitan_like.resilience.limits import Limits
+from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import NonFiniteStateError, UpdateGate, nonfinite_names
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
@@ -97,9 +98,11 @@ from torchtitan_like.resilience.requests import (
 )
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 
 
@@ -141,7 +144,10 @@ class Trainer:
 
         # Run directory and log file.
         self.failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
-        self.attempt = open_attempt(config, world, self.failures)
+        masked_config = mask_values(config.model_dump())
+        self.attempt = open_attempt(
+            config.job, world, self.failures, config=masked_config, toml_text=dump_toml(config)
+        )
         position.attempt_folder = self.attempt.folder
         self.heartbeat = Heartbeat(
             self.attempt.folder,
@@ -187,7 +193,15 @@ class Trainer:
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
         logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
-        sections = model_sections(config)
+        sections = Sections(
+            config.training,
+            config.parallelism,
+            config.activation_checkpoint,
+            config.compile,
+            config.model.converters,
+            config.quantize.linear.float8,
+            config.model.print_after_conversion,
+        )
         model = build_model(
             sections,
             config.loss,
@@ -224,10 +238,14 @@ class Trainer:
             config.lr_scheduler,
             self.parts,
             world,
+            self.spec,
             total_steps=config.training.steps,
             sections=sections,
+            seed=self.seed,
         )
         self.optimizer = optimization.optimizer
+        for line in self.optimizer.describe():
+            logger.info(line)
         self.schedule = optimization.schedule
         self.after_update = optimization.after_update
         self.balancer = build_balancer(self.parts, world, config.parallelism)
@@ -239,13 +257,16 @@ class Trainer:
         # Metrics and the reasons to stop.
         flops_per_token = self.spec.flops_per_token(self.args, config.training.seq_len)
         self.metrics = build_metrics(
-            config,
+            config.metrics,
+            config.activation_checkpoint,
             world,
             self.attempt,
-            flops_per_token,
-            self.spec.flops_formula,
-            self.batches.sources,
             self.failures,
+            flops_per_token=flops_per_token,
+            flops_formula=self.spec.flops_formula,
+            sources=self.batches.sources,
+            last_step=config.training.steps,
+            run_config=masked_config,
         )
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self._replicated(), self.start.step
@@ -284,7 +305,7 @@ class Trainer:
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        world.step_group.leader_does(self._rewind_metrics)
+        world.step_group.run_on_leader(self._rewind_metrics)
         self._log_geometry()
 
     @property
@@ -306,6 +327,11 @@ class Trainer:
         logger.info(str(start))
         differences = [f"{part} not loaded" for part in self.config.checkpoint.exclude_from_loading]
         stored = start.manifest or {}
+        if start.kind == "resume" and start.format == "dcp":
+            check_data_choice(
+                start, self.config.training.skip_steps, self.config.checkpoint.exclude_from_loading
+            )
+            differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
         resolved = {"global_batch_size": self.geometry.global_batch_size}
@@ -314,7 +340,7 @@ class Trainer:
             logger.info(note)
         if reordered := changes.reordered():
             logger.warning(
-                "The order of the samples differs from that of the run that saved the checkpoint: "
+                "The order of the samples differs from the run that saved the checkpoint: "
                 f"{'; '.join(reordered)}"
             )
         return differences + changes.accepted()
@@ -422,6 +448,15 @@ class Trainer:
             self.save([Save("full", self.checkpointer.folder, is_last=True)])
             return ExitCode.DONE
         logger.info(f"Training starts at step {first_step}")
+        if self.is_leader:
+            self.attempt.event(
+                "start",
+                step=self.progress.step,
+                source=self.start.kind,
+                began=process_start_time(),
+                num_ranks=self.world.size,
+                layout=self.world.dims.layout(),
+            )
         self.garbage.freeze()
         profiling = maybe_profile(
             config.profiling,
@@ -448,7 +483,7 @@ class Trainer:
                 self.metrics.record(self.train_step(step, current, agreement))
                 if self.metrics.due(step):
                     if self.overflow is not None:
-                        self.overflow.judge()
+                        self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
                 profiler.step()
                 if step == first_step:
@@ -509,17 +544,16 @@ class Trainer:
         """Run forward and backward of every micro-batch, then one clipped and gated update.
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update therefore equals
-        that for one mean over all tokens, on any topology. The loss of multi-token prediction is
-        divided by the same number; `loss` does not contain it.
+        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
+        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
+        by the same number; `loss` does not contain it.
 
         The model computes the loss in chunks, so that no logits outlive the forward pass. This
         method does not wait for the device.
         """
         batch, num_valid = inputs.batch, agreement.num_valid_tokens
         assert batch is not None
-        lr = self.optimizer.peak_lr * self.schedule.factor(step)
-        self.optimizer.set_lr(lr)
+        self.optimizer.scale_lr(self.schedule.factor(step))
         self.optimizer.zero_grad()
         self.position.move("step", step)
         if not self.optimizer.is_atomic:  # the backward updates
@@ -593,7 +627,8 @@ class Trainer:
             loss_by_source=loss_by_source,
             grad_norm=grad_norm,
             skipped=skip,
-            lr=lr,
+            lr=self.optimizer.lr,
+            group_lr=self.optimizer.group_lr,
             data_digest=agreement.data_digest,
             data_digest_chain=self.progress.digest_chain,
             data_loading_s=inputs.seconds,
@@ -680,7 +715,7 @@ class Trainer:
         self.position.move("save", step)
         self.metrics.flush(step)
         if not self.failures.continues:
-            self.world.step_group.leader_does(self.metrics.check_written)
+            self.world.step_group.run_on_leader(self.metrics.check_written)
         self.replicas.check(step)
         with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
@@ -742,7 +777,7 @@ class Trainer:
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
         """Save the state for the next start, and write the reason for the end. A collective."""
         if self.overflow is not None:
-            self.overflow.judge()
+            self.overflow.evaluate()
         self.metrics.flush(self.progress.step)
         good = self.update_gate.last_good_progress()
         if good is not None:

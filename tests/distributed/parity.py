@@ -20,7 +20,7 @@ from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import join, read_config
-from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE
+from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
 from torchtitan_like.resilience.position import RankPosition
@@ -45,6 +45,7 @@ class Trace:
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
     validation: list[float] = field(default_factory=list)
     loads: list[ExpertLoads] = field(default_factory=list)
+    choices: list[np.ndarray] = field(default_factory=list)
     expert_state: list[dict[str, np.ndarray]] = field(default_factory=list)
 
 
@@ -174,10 +175,10 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
         validation(step, mean, *rest)
 
     trainer.metrics.validation = traced_validation
-    if trainer.balancer is not None:
-        trace_experts(trainer, trace)
     if mutation in BALANCE_MUTATIONS:
         BALANCE_MUTATIONS[mutation](trainer)
+    if trainer.balancer is not None:
+        trace_experts(trainer, trace)
     if mutation == "one micro-batch dropped":
         whole_step = trainer.train_step
 
@@ -197,12 +198,14 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
 
 
 def trace_experts(trainer: Trainer, trace: Trace) -> None:
-    """Trace the loads of the experts and the state that balances them after each update."""
+    """Trace each update's loads, choices of experts, and the state that balances them."""
     update = trainer.balancer.update
+    choices = count_choices(trainer)
 
     def traced_update(skip: torch.Tensor, is_logged: bool) -> None:
         update(skip, is_logged)
         trace.loads.append(trainer.balancer.read())
+        trace.choices.append(sum_choices(trainer, choices))
         state = {
             name: buffer.numpy().copy()
             for part in trainer.parts
@@ -212,6 +215,42 @@ def trace_experts(trainer: Trainer, trace: Trace) -> None:
         trace.expert_state.append(of_all_stages(trainer, state))
 
     trainer.balancer.update = traced_update
+
+
+CHOICE_BUCKETS = 1024
+
+
+def count_choices(trainer: Trainer) -> list[torch.Tensor]:
+    """Let backward count pairs of a token and an expert that it chose, for each MoE layer.
+
+    Returns a histogram (CHOICE_BUCKETS,) int64 of each layer's pairs, which does not depend on the
+    order of the tokens. The first of its logits, rounded to 1e-4, identifies a token: in float64,
+    layouts differ by about 1e-13. Backward counts, so that recomputation and evaluation do not.
+    """
+    histograms = []
+    for layer in _layers(trainer):
+        histogram = torch.zeros(CHOICE_BUCKETS, dtype=torch.int64)
+        histograms.append(histogram)
+
+        def weigh(logits, expert_ids, weigh=layer.router.weigh, histogram=histogram):
+            token = (logits.detach()[:, :1] * 1e4).round().to(torch.int64)
+            pairs = (token * 7919 + expert_ids * 104729) % CHOICE_BUCKETS
+            return count_in_backward(weigh(logits, expert_ids), pairs, histogram)
+
+        layer.router.weigh = weigh
+    return histograms
+
+
+def sum_choices(trainer: Trainer, histograms: list[torch.Tensor]) -> np.ndarray:
+    """Return the histograms of all layers and ranks (layers, CHOICE_BUCKETS), and reset them."""
+    balancer = trainer.balancer
+    total = torch.zeros(len(balancer.layers), CHOICE_BUCKETS, dtype=torch.int64)
+    if balancer._is_counted and histograms:
+        total[balancer._rows] = torch.stack(histograms)
+    for histogram in histograms:
+        histogram.zero_()
+    dist.all_reduce(total)
+    return total.numpy()
 
 
 def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:
@@ -296,6 +335,16 @@ EXPERT_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
 }
 
 
+def _swap_choices(trainer: Trainer) -> None:
+    """Exchange the chosen experts of neighboring tokens, which keeps the loads."""
+    for layer in _layers(trainer):
+
+        def select(logits, expert_bias, select=layer.router.select):
+            return select(logits, expert_bias).roll(1, 0)
+
+        layer.router.select = select
+
+
 def _on_rank_1(change: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
     return lambda trainer: change(trainer) if trainer.world.rank == 1 else None
 
@@ -350,6 +399,7 @@ BALANCE_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
     "bias update skipped on one rank": _on_rank_1(_skip_update),
     "signs flipped": _flip_signs,
     "bias in the weights": _weigh_with_bias,
+    "choices of two tokens swapped": _swap_choices,
     "losses per rank": _scale_losses,
     "losses over parts of sequences": _own_part_of_sequence,
     "second update skipped": _skip_second_update,
@@ -359,8 +409,12 @@ BALANCE_MUTATIONS: dict[str, Callable[[Trainer], None]] = {
 def compare_experts(reference: Trace, cell: Trace, tolerance: float) -> None:
     """Raise AssertionError if expert loads or balancing states differ.
 
-    Loads are integers and determine the biases, so they must be bit-equal.
+    Loads are integers and determine the biases, so they must be bit-equal. With a tolerance for
+    float64, each token must also choose the same experts.
     """
+    if tolerance <= 1e-10:
+        for actual, expected in zip(cell.choices, reference.choices, strict=True):
+            assert expected.any() and np.array_equal(actual, expected), "experts of each token"
     for actual, reference_value in zip(cell.loads, reference.loads, strict=True):
         assert actual.choices == reference_value.choices, "loads of experts"
         for name in ("router_z", "aux_loss", "bias_range"):

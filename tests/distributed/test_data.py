@@ -277,7 +277,7 @@ def test_ranks_with_different_datasets_exit_before_the_model_is_built(folder, ke
     first, second = run_ranks(
         build_error_with_another_copy, 2, arguments(folder, "copies", 4), key, other
     )
-    assert first == second and f"ranks read different texts: {name} is " in first
+    assert first == second and f"ranks read different datasets: {name} is " in first
 
 
 @pytest.mark.parametrize("step", range(1, STEPS + 1))

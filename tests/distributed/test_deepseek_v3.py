@@ -1,13 +1,13 @@
 """DeepSeek-V3 on every layout equals one rank: latent attention, dense and MoE layers, grouped routing."""
 
-import functools
 import pickle
 
 import pytest
 import torch
 
-from tests.distributed.parity import compare, options, run_cell
-from tests.distributed.test_matrix import CP, LAYERS, METHOD, OPTIONS, PP, TP, VALIDATE, pipeline
+from tests.distributed.cells import Cells
+from tests.distributed.parity import compare
+from tests.distributed.test_matrix import CP, LAYERS, METHOD, pipeline
 from tests.distributed.test_moe import EP
 from tests.distributed.test_moe import LAYOUTS as MOE_LAYOUTS
 from tests.distributed.test_saving import SAVING, train
@@ -41,8 +41,8 @@ MODEL = {
     "model.args.v_head_dim": 8,
     "model.args.original_seq_len": 8,
 }
-AC_OP = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}  # fmt: skip
-CELL_OPTIONS = OPTIONS | {"op": AC_OP}
+CELLS = Cells(MODEL, LAYOUTS, absent=("multiple_of", "n_kv_heads"))
+settings = CELLS.settings
 EVERY_RUN = [
     ("fsdp", "compile"),
     ("hsdp", "together"),
@@ -52,27 +52,6 @@ EVERY_RUN = [
     ("pp-uneven", "together"),
     ("ep-etp", "op"),
 ]
-NIGHTLY = [
-    (layout, option)
-    for layout in LAYOUTS
-    for option in ("together", "compile", "op")
-    if (layout, option) not in (*EVERY_RUN, ("cp-ring", "compile"))
-    and not ("zbv" in layout and option != "together")
-]
-
-
-def settings(folder, layers, **overrides):
-    argv = options(folder, "float64", **{**MODEL, LAYERS: layers, **overrides})
-    for name in ("multiple_of", "n_kv_heads"):  # of Llama 3
-        index = argv.index(f"--model.args.{name}")
-        argv = argv[:index] + argv[index + 2 :]
-    return argv
-
-
-@functools.cache
-def reference(folder, layers, validates):
-    argv = settings(folder, layers, **(VALIDATE if validates else {}))
-    return run_ranks(run_cell, 1, argv)[0]
 
 
 @pytest.fixture(scope="module")
@@ -81,18 +60,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("layout", "option"),
-    [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
+    ("layout", "option"), CELLS.parameters(EVERY_RUN, excluded=[("cp-ring", "compile")])
 )
-def test_equals_one_rank(folder, layout, option):
-    ranks, cell = LAYOUTS[layout]
-    layers = cell.get(LAYERS, 2)
-    expected = reference(str(folder / f"one-rank-{layers}"), layers, option == "together")
-    data_ranks = ranks // (cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1))
-    local = min(2, 4 // data_ranks) if option == "together" else 8 // data_ranks
-    overrides = {**cell, "training.local_batch_size": local, **CELL_OPTIONS[option]}
-    argv = settings(str(folder / layout), overrides.pop(LAYERS, 2), **overrides)
-    compare(expected, run_ranks(run_cell, ranks, argv, timeout=120)[0], "float64")
+def test_every_layout_equals_one_rank(folder, layout, option):
+    compare(*CELLS.run(folder, layout, option), "float64")
 
 
 @pytest.mark.parametrize(
@@ -105,30 +76,25 @@ def test_equals_one_rank(folder, layout, option):
         ),
     ],
 )
-def test_biases_and_a_loss_over_sequences_together(folder, layout):
-    """DeepSeek-V3's own recipe, with larger coefficients: every state and metric equals one rank's."""
+def test_biases_with_a_loss_over_sequences(folder, layout):
+    """DeepSeek-V3's recipe with larger coefficients. All states and metrics equal one rank's."""
     recipe = {
         "model.args.load_balance": "bias",
         "model.args.load_balance_coeff": 0.01,
         "model.args.sequence_loss_coeff": 0.5,
     }
-    ranks, cell = LAYOUTS[layout]
-    layers = cell.get(LAYERS, 2)
-    one_rank = settings(str(folder / f"recipe-{layers}"), layers, **recipe)
-    expected = run_ranks(run_cell, 1, one_rank)[0]
-    local = min(2, 4 * cell.get(TP, 1) * cell.get(PP, 1) * cell.get(CP, 1) // ranks)
-    overrides = {**cell, **recipe, "training.local_batch_size": local}
-    argv = settings(str(folder / f"recipe-{layout}"), overrides.pop(LAYERS, 2), **overrides)
-    compare(expected, run_ranks(run_cell, ranks, argv, timeout=120)[0], "float64")
+    expected, cell = CELLS.run(folder, layout, "accumulation", recipe)
+    compare(expected, cell, "float64")
     loads = expected.loads[0]
     assert min(loads.aux_loss) > 1 and min(loads.bias_range) > 0
-    plain = reference(str(folder / f"one-rank-{layers}"), layers, False)
-    name = f"layers.{layers - 1}.moe.router.gate.weight"
+    settings_of_layers = {key: value for key, value in LAYOUTS[layout][1].items() if key == LAYERS}
+    plain = CELLS.reference(folder, settings_of_layers)
+    name = f"layers.{settings_of_layers.get(LAYERS, 2) - 1}.moe.router.gate.weight"
     assert (plain.gradients[0][name] != expected.gradients[0][name]).any()
 
 
 def test_biases_stay_in_float32_in_checkpoints_of_half_precision(tmp_path):
-    """And a run can start from such a checkpoint."""
+    """A run can start from such a checkpoint."""
     changes = {
         **SAVING,
         EP: 2,
@@ -136,7 +102,7 @@ def test_biases_stay_in_float32_in_checkpoints_of_half_precision(tmp_path):
         "checkpoint.last_save_model_only": "true",
         "checkpoint.export_dtype": "bfloat16",
     }
-    argv = settings(str(tmp_path / "run"), 2, **changes)
+    argv = settings(tmp_path / "run", **changes)
     assert run_ranks(train, 2, argv) == [ExitCode.DONE] * 2
     step = tmp_path / "run/checkpoint/step-2"
     metadata = pickle.loads((step / ".metadata").read_bytes()).state_dict_metadata
@@ -144,4 +110,4 @@ def test_biases_stay_in_float32_in_checkpoints_of_half_precision(tmp_path):
     assert dtypes.pop("model.layers.1.moe.expert_bias") == torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
     warm = {**changes, "checkpoint.initial_load_path": step}
-    assert run_ranks(train, 2, settings(str(tmp_path / "warm"), 2, **warm)) == [ExitCode.DONE] * 2
+    assert run_ranks(train, 2, settings(tmp_path / "warm", **warm)) == [ExitCode.DONE] * 2

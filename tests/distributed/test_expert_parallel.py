@@ -1,4 +1,4 @@
-"""Expert parallelism in detail: uneven loads, what is sent, checkpoints and exports on other layouts."""
+"""Expert parallelism: uneven loads, messages, and checkpoints and exports on other layouts."""
 
 import logging
 import re
@@ -11,15 +11,18 @@ from tests.distributed.parity import build, options, release
 from tests.distributed.test_matrix import REPLICATE, TP, pipeline
 from tests.distributed.test_moe import EP, ETP, MODEL
 from tests.distributed.test_run import run_one_rank
-from tests.distributed.test_saving import SAVING, metric_rows, train
+from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.distributed.expert_parallel import exchange_with_owners
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 EXPERTS, DIM, HIDDEN = 4, 8, 12
+HALF = {"training.local_batch_size": 4}  # of the batch, on each of two ranks
 
 
 # ---- loads
@@ -69,7 +72,7 @@ def results(experts, forward, tokens, weights, ids):
 
 
 def results_on_rank(names, is_compiled):
-    """Return the results of each load in turn, with the experts of this rank."""
+    """Return the results for each load, with the experts of this rank."""
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = is_compiled
     rank, per_rank = dist.get_rank(), EXPERTS // 2
@@ -137,6 +140,63 @@ def test_recomputation_does_not_count_rows_again(tmp_path, mode):
     assert run_ranks(exchanges_of_step, 2, argv) == [(layers, layers * num_rows, layers)] * 2
 
 
+# ---- log and non-finite scores
+
+
+def logged_lines(argv):
+    lines, handler = [], logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        release(build(argv))
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+    return lines
+
+
+def test_the_log_names_what_computes_the_experts(tmp_path):
+    """All experts of a layer count, also those of other ranks."""
+    lines = run_ranks(logged_lines, 2, arguments(tmp_path / "run", **{EP: 2, **HALF}))[0]
+    assert "Experts: 8 in each layer, computed by grouped_mm in torch.float32" in lines
+
+
+def train_without_scores(argv, broken_step):
+    """Give rank 1's tokens scores that are not numbers in one step.
+
+    Returns the exit code, the skipped steps, and whether all weights are finite.
+    """
+    trainer = build(argv)
+    router = trainer.parts[0].layers["1"].moe.router
+    compute_logits, rows = router.logits, []
+
+    def logits(tokens):
+        is_broken = trainer.world.rank == 1 and trainer.progress.step + 1 == broken_step
+        return compute_logits(tokens) * (torch.nan if is_broken else 1)
+
+    router.logits = logits
+    trainer.metrics.observers.append(rows.extend)
+    code = trainer.train()
+    is_finite = all(local_shard(p).isfinite().all() for _, p in trainer.optimizer.named)
+    release(trainer)
+    return code, [row["step"] for row in rows if row["skipped"]], is_finite
+
+
+def local_shard(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def test_a_step_without_scores_is_skipped(tmp_path):
+    """Every token still has experts, so that all ranks exchange rows and none waits forever."""
+    changes = {EP: 2, **HALF, "training.steps": 4, "resilience.on_nonfinite": "skip"}
+    argv = arguments(tmp_path / "run", **changes, **{"model.args.load_balance": "bias"})
+    results = run_ranks(train_without_scores, 2, argv, 2, timeout=60)
+    assert results == [(ExitCode.DONE, [2], True)] * 2
+
+
 # ---- memory
 
 
@@ -192,9 +252,25 @@ CHAIN = [
 ]
 
 
-def test_a_run_moves_between_expert_parallel_layouts(tmp_path):
+BALANCED = {"model.args.load_balance_coeff": 0.01}  # biases change which experts are chosen
+METHODS = ["bias", pytest.param("global", marks=pytest.mark.nightly)]
+
+
+def balancing_state(step_folder):
+    """Return the biases or the fractions of the loads in a checkpoint."""
+    contents = open_contents(step_folder)
+    return {
+        name: contents.read(name).tolist()
+        for name in contents.tensors
+        if name.endswith(("expert_bias", "load_fractions"))
+    }
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_run_moves_between_expert_parallel_layouts(tmp_path, method):
     total = len(CHAIN)
     changes = {"lr_scheduler.total_steps": total, "training.local_batch_size": 2}
+    changes |= {"model.args.load_balance": method, **BALANCED}
     run(tmp_path / "straight", ranks=1, **changes, **{"training.steps": total})
     for step, (ranks, layout) in enumerate(CHAIN, start=1):
         run(tmp_path / "moved", ranks=ranks, **changes, **layout, **{"training.steps": step})
@@ -206,14 +282,27 @@ def test_a_run_moves_between_expert_parallel_layouts(tmp_path):
             for name in ("moved", "straight")
         )
         assert moved == pytest.approx(straight, rel=1e-5)
+    violations = [
+        [row["moe"]["max_violation_by_layer"] for row in read_rows(folder / "metrics.jsonl")]
+        for folder in (tmp_path / "moved", tmp_path / "straight")
+    ]
+    assert violations[0] == violations[1]
+    state = balancing_state(tmp_path / f"moved/checkpoint/step-{total}")
+    assert state == balancing_state(tmp_path / f"straight/checkpoint/step-{total}")
+    assert len(state) == 2 and all(len(set(values)) > 1 for values in state.values())
 
 
-def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path):
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_equals_one_that_was_not_stopped(tmp_path, method):
     layout = {EP: 2, "lr_scheduler.total_steps": 4, "debug.deterministic": "true"}
+    layout |= {"model.args.load_balance": method, **BALANCED}
     run(tmp_path / "straight", ranks=2, **layout, **{"training.steps": 4})
     for steps in (2, 4):
         run(tmp_path / "resumed", ranks=2, **layout, **{"training.steps": steps})
-    assert metric_rows(tmp_path / "resumed") == metric_rows(tmp_path / "straight")
+    keys = (*EXACT, "moe")
+    assert metric_rows(tmp_path / "resumed", keys) == metric_rows(tmp_path / "straight", keys)
+    state = balancing_state(tmp_path / "resumed/checkpoint/step-4")
+    assert state == balancing_state(tmp_path / "straight/checkpoint/step-4") != {}
 
 
 EXPORTING = {

@@ -196,7 +196,7 @@ def test_config_differences_include_sizes_that_shapes_do_not_determine(original)
         "rope_scaling = None",
     ):
         assert words in message
-    assert "says max_position_embeddings" not in message
+    assert "has max_position_embeddings" not in message
     assert config_differences(original[0], LLAMA.hf_config(other)) == []
 
 

@@ -18,7 +18,7 @@ def run_by_leader(fails):
         return {"offset": 7}
 
     try:
-        return calls, group.leader_does(action)
+        return calls, group.run_on_leader(action)
     except DataError as error:
         return calls, str(error)
 
@@ -29,7 +29,7 @@ def test_all_ranks_get_the_result_or_error_of_the_leader(fails, result):
 
 
 def test_one_rank_needs_no_group():
-    assert HostGroup.alone().leader_does(lambda: 7) == 7
+    assert HostGroup.alone().run_on_leader(lambda: 7) == 7
 
 
 def run_by_all(failing_ranks):
@@ -41,7 +41,7 @@ def run_by_all(failing_ranks):
         return dist.get_rank()
 
     try:
-        return group.all_do(action)
+        return group.run_on_all(action)
     except DataError as error:
         return str(error)
 

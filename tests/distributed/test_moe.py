@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from tests.distributed.parity import EXPERT_MUTATIONS, compare, options, run_cell
+from tests.distributed.parity import EXPERT_MUTATIONS, build, compare, options, release, run_cell
 from tests.distributed.test_matrix import (
     CP,
     IMPL,
@@ -55,6 +55,9 @@ LAYOUTS |= {
     "ep-tp": (2, {EP: 2, TP: 2}),
     "ep-fsdp-tp": (4, {EP: 4, TP: 2, "model.args.num_experts": 8}),
     "ep-etp": (4, {EP: 2, TP: 2, ETP: 2}),
+    "etp": (2, {TP: 2, ETP: 2}),  # FSDP2 shards the experts over no other ranks
+    "fsdp-etp": (4, {TP: 2, ETP: 2}),
+    "hsdp-tp": (8, {TP: 2, REPLICATE: 2}),
     "ep-cp": (2, {EP: 2, CP: 2}),
     "ep-cp-ulysses": (4, {EP: 2, CP: 2, METHOD: "ulysses"}),
     "ep-pp-1f1b": (4, pipeline("1F1B", **{EP: 2})),
@@ -71,6 +74,7 @@ EVERY_RUN = [
     ("ep", "compile"),
     ("ep-fsdp-tp", "together"),
     ("ep-etp", "together"),
+    ("etp", "together"),
     ("ep-pp-zbv", "together"),
 ]
 NIGHTLY = [
@@ -118,13 +122,32 @@ def run(folder, layout, option, mutation=""):
     ("layout", "option"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option):
+def test_every_layout_equals_one_rank(folder, layout, option):
     expected, cell = run(folder, layout, option)
     compare(expected, cell, "float64")
 
 
 @pytest.mark.parametrize("mutation", EXPERT_MUTATIONS)
-def test_a_fault_turns_a_cell_red(folder, mutation):
+def test_an_injected_fault_fails_the_comparison(folder, mutation):
     expected, cell = run(folder, "ep", "together", mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float64")
+
+
+def experts_on_rank(argv):
+    """Return the number of elements of the first layer's `w1` on this rank, and in the model."""
+    trainer = build(argv)
+    weight = dict(trainer.parts[0].named_parameters())["layers.0.moe.experts.w1"]
+    release(trainer)
+    return weight.to_local().numel(), weight.numel()
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_shards"), [("fsdp", 2), ("tp", 2), ("tp-no-sp", 1), ("etp", 2), ("ep-etp", 4)]
+)
+def test_ranks_that_route_different_tokens_share_the_experts(folder, layout, num_shards):
+    ranks, cell = LAYOUTS[layout]
+    sizes = {"training.local_batch_size": 1}
+    argv = settings(str(folder / f"{layout}-shards"), 2, **sizes, **cell)
+    for local, total in run_ranks(experts_on_rank, ranks, argv):
+        assert local * num_shards == total

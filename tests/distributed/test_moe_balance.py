@@ -84,7 +84,7 @@ def run(folder, layout, option, method, mutation=""):
     ("layout", "option", "method"),
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
-def test_equals_one_rank(folder, layout, option, method):
+def test_every_layout_equals_one_rank(folder, layout, option, method):
     expected, cell = run(folder, layout, option, method)
     compare(expected, cell, "float64")
     assert len(expected.loads) == 3
@@ -101,11 +101,19 @@ def test_equals_one_rank(folder, layout, option, method):
         ("losses over parts of sequences", "cp-allgather", "sequence"),
     ],
 )
-def test_a_fault_turns_a_cell_red(folder, mutation, layout, method):
+def test_an_injected_fault_fails_the_comparison(folder, mutation, layout, method):
     assert mutation in BALANCE_MUTATIONS
     expected, cell = run(folder, layout, "together", method, mutation)
     with pytest.raises(AssertionError):
         compare(expected, cell, "float64")
+
+
+def test_the_experts_of_each_token_are_compared(folder):
+    """Equal loads do not hide that two tokens have exchanged their experts."""
+    expected, cell = run(folder, "fsdp", "together", "bias", "choices of two tokens swapped")
+    assert cell.loads[0].choices[0] == expected.loads[0].choices[0]
+    with pytest.raises(AssertionError, match="experts of each token"):
+        compare_experts(expected, cell, 1e-10)
 
 
 # ---- what must not change the balance
@@ -113,7 +121,7 @@ def test_a_fault_turns_a_cell_red(folder, mutation, layout, method):
 
 @pytest.mark.parametrize("method", [pytest.param("bias", marks=pytest.mark.nightly), "global"])
 def test_a_skipped_step_keeps_the_state(folder, method):
-    """On both layouts the second step updates nothing, and its loads are not used by the third."""
+    """On both layouts, the second step updates nothing, and the third step ignores its loads."""
     argv = settings(str(folder / f"skipped-{method}"), 2, **METHODS[method])
     one = run_ranks(run_cell, 1, argv, "second update skipped")[0]
     argv = settings(str(folder / f"skipped-fsdp-{method}"), 2, **METHODS[method], **LOCAL_4)
@@ -126,19 +134,21 @@ def test_a_skipped_step_keeps_the_state(folder, method):
 
 
 @pytest.mark.parametrize("method", ["bias", pytest.param("global", marks=pytest.mark.nightly)])
-def test_validation_does_not_count(folder, method):
+def test_validation_does_not_change_the_counts(folder, method):
     validated = reference(str(folder / f"validated-{method}"), 2, 6, method, True)
     plain = reference(str(folder / f"plain-{method}"), 2, 6, method, False)
     assert validated.validation and not plain.validation
     compare_experts(plain, validated, 0.0)
 
 
-def test_updates_in_backward(folder):
+def test_biases_work_with_optimizer_steps_in_backward(folder):
     """Biases follow the whole step, although weights are updated block by block."""
     early = {"optimizer.early_step_in_backward": "true", **METHODS["bias"]}
     one = run_ranks(run_cell, 1, settings(str(folder / "early"), 2, **early))[0]
-    argv = settings(str(folder / "early-fsdp"), 2, **early, **LOCAL_4)
-    compare(one, run_ranks(run_cell, 2, argv)[0], "float64")
+    for layout in ("fsdp", "ep"):
+        overrides = {**early, **LAYOUTS[layout][1], **LOCAL_4}
+        argv = settings(str(folder / f"early-{layout}"), 2, **overrides)
+        compare(one, run_ranks(run_cell, 2, argv)[0], "float64")
     late = reference(str(folder / "late"), 2, 6, "bias", False)
     assert one.loads[0].choices == late.loads[0].choices
     for name, bias in late.expert_state[0].items():
@@ -147,7 +157,7 @@ def test_updates_in_backward(folder):
 
 @pytest.mark.parametrize("method", ["bias", "global"])
 def test_a_resumed_run_equals_one_that_never_stopped(folder, method):
-    """To the last bit on two ranks; on one rank within the tolerances of layouts."""
+    """The runs are bit-equal on two ranks, and equal within tolerances on one rank."""
     run_folder = folder / f"resumed-{method}"
     saving = {"training.steps": 6, "checkpoint.enable": "true", "checkpoint.interval": 3}
     argv = settings(str(run_folder), 2, **METHODS[method], **saving, **LOCAL_4)
@@ -162,17 +172,25 @@ def test_a_resumed_run_equals_one_that_never_stopped(folder, method):
     one_rank_folder = str(folder / f"one-rank-resumes-{method}")
     argv = settings(one_rank_folder, 2, **METHODS[method], **saving)
     on_one_rank = run_ranks(run_cell, 1, argv)[0]
-    rest = replace(whole, loads=whole.loads[3:], expert_state=whole.expert_state[3:])
+    rest = replace(
+        whole,
+        loads=whole.loads[3:],
+        choices=whole.choices[3:],
+        expert_state=whole.expert_state[3:],
+    )
     for trace in (resumed, on_one_rank):
         compare_experts(rest, trace, 1e-10)
 
 
-def message_of_replicas(argv):
-    """Return the error of the replica check after rank 1 has changed one bias."""
+def message_of_replicas(argv, name):
+    """Return the error of the replica check after the last rank has changed one number."""
     trainer = build(argv)
     trainer.replicas.check(1)
-    if trainer.world.rank == 1:
-        trainer.parts[0].layers["1"].moe.expert_bias[3] += 1e-3
+    if trainer.world.rank == trainer.world.size - 1:
+        state = {**trainer.balancer.named_state(), **dict(trainer.optimizer.named)}
+        tensor = state[f"layers.1.moe.{name}"].detach()
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local.view(-1)[1] += 1e-3
     try:
         trainer.replicas.check(2)
     except ReplicaError as error:
@@ -181,22 +199,40 @@ def message_of_replicas(argv):
         release(trainer)
 
 
-def test_the_replica_check_covers_the_biases(folder):
-    ddp = {**LAYOUTS["ddp"][1], **METHODS["bias"], "resilience.replica_check_freq": 1}
-    messages = run_ranks(message_of_replicas, 2, settings(str(folder / "ddp"), 2, **ddp, **LOCAL_4))
-    assert all("layers.1.moe.expert_bias on ranks 0, 1" in message for message in messages)
+@pytest.mark.parametrize(
+    ("layout", "name", "suspects"),
+    [
+        ("ddp", "expert_bias", "0, 1"),
+        # Ranks 1 and 3 have the other half of the experts, ranks 0 and 2 the first one.
+        ("ep-hsdp", "experts.w1", "1, 3"),
+    ],
+)
+def test_the_replica_check_covers_experts_and_biases(folder, layout, name, suspects):
+    ranks, cell = LAYOUTS[layout]
+    changes = {"resilience.replica_check_freq": 1, "training.local_batch_size": 8 // ranks}
+    argv = settings(str(folder / f"replicas-{layout}"), 2, **cell, **METHODS["bias"], **changes)
+    messages = run_ranks(message_of_replicas, ranks, argv, name)
+    assert all(f"layers.1.moe.{name} on ranks {suspects} " in message for message in messages)
 
 
 OFFLOAD = {"activation_checkpoint.mode": "offload"}
 SELECTIVE = {"activation_checkpoint.mode": "selective", "activation_checkpoint.selective_ac_option": "op"}  # fmt: skip
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("recomputation", [OFFLOAD, SELECTIVE])
-def test_recomputed_and_offloaded_activations_count_once(folder, recomputation):
-    name = recomputation["activation_checkpoint.mode"]
-    argv = settings(str(folder / name), 2, **METHODS["sequence"], **recomputation, **LOCAL_4)
+@pytest.mark.parametrize(
+    ("layout", "recomputation"),
+    [
+        ("ep", OFFLOAD),
+        pytest.param("fsdp", OFFLOAD, marks=pytest.mark.nightly),
+        pytest.param("fsdp", SELECTIVE, marks=pytest.mark.nightly),
+        pytest.param("ep", SELECTIVE, marks=pytest.mark.nightly),
+    ],
+)
+def test_recomputed_and_offloaded_tokens_count_once(folder, layout, recomputation):
+    name = f"{layout}-{recomputation['activation_checkpoint.mode']}"
+    overrides = {**LAYOUTS[layout][1], **METHODS["sequence"], **recomputation, **LOCAL_4}
     expected = reference(str(folder / "plain-sequence"), 2, 6, "sequence", False)
+    argv = settings(str(folder / name), 2, **overrides)
     compare(expected, run_ranks(run_cell, 2, argv)[0], "float64")
 
 
@@ -204,7 +240,7 @@ def test_recomputed_and_offloaded_activations_count_once(folder, recomputation):
 
 
 def violations(argv):
-    """Train, and return the largest violation of a layer for each step."""
+    """Train. Return the largest load violation of all layers for each step."""
     trainer = build(argv)
     rows = []
     trainer.metrics.observers.append(rows.extend)

@@ -1,4 +1,4 @@
-"""Multi-token prediction on every layout that offers it equals one rank."""
+"""Multi-token prediction on every supported layout equals one rank."""
 
 import functools
 import json
@@ -7,8 +7,9 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.distributed.cells import CELL_OPTIONS
 from tests.distributed.parity import compare, run_cell
-from tests.distributed.test_deepseek_v3 import CELL_OPTIONS, settings
+from tests.distributed.test_deepseek_v3 import settings
 from tests.distributed.test_matrix import IMPL, REPLICATE, TP, VALIDATE
 from tests.distributed.test_moe import EP, ETP
 from tests.harness.rank_pool import run_ranks
@@ -37,7 +38,7 @@ NIGHTLY = [
 
 @functools.cache
 def reference(folder, validates, **changes):
-    argv = settings(folder, 2, **changes, **(VALIDATE if validates else {}))
+    argv = settings(folder, **changes, **(VALIDATE if validates else {}))
     return run_ranks(run_cell, 1, argv)[0]
 
 
@@ -57,7 +58,7 @@ def losses(folder):
     [*EVERY_RUN, *(pytest.param(*cell, marks=pytest.mark.nightly) for cell in NIGHTLY)],
 )
 @pytest.mark.parametrize("depths", [1, pytest.param(2, marks=pytest.mark.nightly)])
-def test_equals_one_rank(folder, layout, option, depths):
+def test_every_layout_equals_one_rank(folder, layout, option, depths):
     """With two depths, attention ends at document borders."""
     changes = MTP if depths == 1 else TWO_DEPTHS
     validates = option == "together"
@@ -69,17 +70,17 @@ def test_equals_one_rank(folder, layout, option, depths):
     local = min(2, 4 // data_ranks) if validates else 8 // data_ranks
     overrides = {**cell, **changes, "training.local_batch_size": local, **OPTIONS[option]}
     path = folder / f"{layout}-{option}-{depths}"
-    argv = settings(str(path), 2, **overrides)
+    argv = settings(path, **overrides)
     compare(expected, run_ranks(run_cell, ranks, argv, timeout=120)[0], "float64")
     np.testing.assert_allclose(losses(path), losses(one_rank), rtol=1e-10)
 
 
 @pytest.mark.nightly
 def test_a_resumed_run_equals_one_that_never_stopped(folder):
-    """To the last bit, with the loss of multi-token prediction."""
+    """All values are bit-equal, including the loss of multi-token prediction."""
     run_folder = folder / "resumed"
     saving = {"training.steps": 4, "checkpoint.enable": "true", "checkpoint.interval": 2}
-    argv = settings(str(run_folder), 2, **MTP, **saving, **{"training.local_batch_size": 4})
+    argv = settings(run_folder, **MTP, **saving, **{"training.local_batch_size": 4})
     whole = run_ranks(run_cell, 2, argv)[0]
     expected = losses(run_folder)
     shutil.rmtree(run_folder / "checkpoint" / "step-4")
@@ -91,8 +92,8 @@ def test_a_resumed_run_equals_one_that_never_stopped(folder):
 
 
 @pytest.mark.nightly
-def test_updates_in_backward(folder):
+def test_optimizer_steps_in_backward(folder):
     early = {**MTP, "optimizer.early_step_in_backward": "true"}
-    one = run_ranks(run_cell, 1, settings(str(folder / "early"), 2, **early))[0]
-    argv = settings(str(folder / "early-fsdp"), 2, **early, **{"training.local_batch_size": 4})
+    one = run_ranks(run_cell, 1, settings(folder / "early", **early))[0]
+    argv = settings(folder / "early-fsdp", **early, **{"training.local_batch_size": 4})
     compare(one, run_ranks(run_cell, 2, argv)[0], "float64")

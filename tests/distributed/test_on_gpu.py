@@ -13,8 +13,9 @@ from tests.harness.runner import run_trainer
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import join_world, launched_as
 from torchtitan_like.models.layers.head import cross_entropy_sum
-from torchtitan_like.monitor.memory import GIB, build_memory_monitor
+from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.optim.loss import chunked_cross_entropy
+from torchtitan_like.util.units import GIB
 
 pytestmark = pytest.mark.gpu
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 
-from tests.distributed.parity import MUTATIONS, PRECISIONS, compare, options, run_cell
+from tests.distributed.parity import LR, MUTATIONS, PRECISIONS, compare, options, run_cell
 from tests.harness.rank_pool import run_ranks
 
 COMPILED = {"compile.enable": "true", "compile.backend": "aot_eager"}
@@ -49,6 +49,14 @@ LAYOUTS = {
     }),
     "compile-loss": (2, {"training.local_batch_size": 4, **COMPILED, "compile.components": "loss"}),
     "foreach": (2, {"training.local_batch_size": 4, "optimizer.implementation": "foreach"}),
+    "groups": (2, {
+        "training.local_batch_size": 4,
+        "optimizer.groups.head.parameters": "output.*,tok_embeddings.*",
+        "optimizer.groups.head.lr": LR / 4,
+        "optimizer.groups.norms.parameters": "*norm*",
+        "optimizer.groups.norms.weight_decay": 0.0,
+        "optimizer.groups.norms.name": "Adam",
+    }),
 }  # fmt: skip
 # Only in float64: other cells test these operations in float32.
 FLOAT64_ONLY = {
@@ -60,7 +68,7 @@ FLOAT64_ONLY = {
     "compile-memory-budget",
 }
 # Settings that change the model or the samples, so the reference run needs them too.
-SHARED = ("model.args.enable_weight_tying", "training.seq_len")
+SHARED = ("model.args.enable_weight_tying", "training.seq_len", "optimizer.groups.")
 
 
 @functools.cache
@@ -76,7 +84,7 @@ def folder(tmp_path_factory):
 
 def run(folder, name, dtype, mutation=""):
     world_size, overrides = LAYOUTS[name]
-    shared = {key: value for key, value in overrides.items() if key in SHARED}
+    shared = {key: value for key, value in overrides.items() if key.startswith(SHARED)}
     expected = reference(str(folder / "one-rank"), dtype, **shared)
     cell = run_ranks(
         run_cell, world_size, options(str(folder / name), dtype, **overrides), mutation

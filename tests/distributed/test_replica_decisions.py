@@ -89,7 +89,7 @@ def corrupt_reduced_gradient(trainer, value: float, bad_step: int) -> None:
 
 
 def train_with_corrupt_gradient(argv, value=float("nan"), bad_step=BAD_STEP):
-    """Return exit code, last step, skipped steps, and hashes before the bad step and at the end."""
+    """Return exit code, last step, skipped steps, and hashes before the step and at the end."""
     trainer = build(argv)
     corrupt_reduced_gradient(trainer, value, bad_step)
     before, rows, step = {}, [], trainer.train_step

@@ -238,7 +238,12 @@ def test_stopped_run_saves_a_checkpoint_and_logs_the_cause(tmp_path, name):
         )
         == [code] * 2
     )
-    end = read_rows(tmp_path / "run/events.jsonl")[-1]
+    events = read_rows(tmp_path / "run/events.jsonl")
+    assert [row["event"] for row in events].count("start") == 1
+    start = events[0]
+    assert (start["event"], start["step"], start["source"]) == ("start", 0, "scratch")
+    assert start["num_ranks"] == 2 and start["began"] < start["time"]
+    end = events[-1]
     assert (end["event"], end["cause"], end["code"]) == ("stop", cause, int(code))
     step = end["step"]
     assert [row["step"] for row in read_rows(tmp_path / "run/metrics.jsonl")] == list(

@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.checkpoint.lock import LOCK
 from torchtitan_like.config.sections_scale import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.run_directory import LOCK
 
 TIMEOUT_SECONDS = 5.0
 PATIENCE_SECONDS = 8.0

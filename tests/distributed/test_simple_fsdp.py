@@ -27,7 +27,7 @@ from torchtitan_like.distributed.data_parallel import DTYPES, apply_data_paralle
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
 from torchtitan_like.distributed.parallelize import find_blocks
-from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp, compile_model
+from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp, cast_weights, compile_model
 from torchtitan_like.distributed.tensor import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
@@ -146,10 +146,11 @@ def build(dims, options, graphs):
         if compiled:
             backend = counting_backend(graphs) if options.backend == "counted" else options.backend
             compile_model(model, backend, mesh, options.buckets)
-        shared["mesh"] = None if options.impl == "casts" else mesh
-        name = apply_simple_fsdp(
-            model, spec, blocks.values(), dims=dims, **shared, compiled=compiled
-        )
+        shared["compiled"] = compiled
+        if options.impl == "casts":
+            cast_weights(model, spec, blocks.values(), None, dims, **shared)
+        else:
+            name = apply_simple_fsdp(model, spec, blocks.values(), mesh, dims, **shared)
     elif options.impl == "fsdp2":
         name = apply_data_parallel(
             model, spec, blocks.values(), mesh, dims, **shared, cpu_offload=False

@@ -115,7 +115,7 @@ def test_every_layout_and_source_starts_with_the_weights_of_one_rank(
 
 
 def test_a_resumed_run_does_not_upcycle_again(tmp_path, sources):
-    """And its manifests name the dense checkpoint."""
+    """Its manifests name the dense checkpoint."""
     changes = {
         **EXPERTS,
         EP: 2,

@@ -52,12 +52,12 @@ ASYNC = (("checkpoint__async_mode", "async"),)
 EXPORTS = (("checkpoint__hf_interval", 1), ("checkpoint__hf_shard_gb", 2e-5))
 SAVES = tuple(SAVE_POINTS)
 PARTS = (
-    Part("saves in the foreground", 64, "forked", points=SAVES),
-    Part("saves in the background", 40, "forked", points=SAVES, overrides=ASYNC),
+    Part("checkpoints in the foreground", 64, "forked", points=SAVES),
+    Part("checkpoints in the background", 40, "forked", points=SAVES, overrides=ASYNC),
     Part("exports", 24, "forked", points=tuple(EXPORT_POINTS), overrides=EXPORTS),
     Part("starts", 24, "forked", points=tuple(START_POINTS)),
     Part("random moments", 16, "forked", num_ranks=4),
-    Part("saves in the foreground", 46, "torchrun", points=SAVES),
+    Part("checkpoints in the foreground", 46, "torchrun", points=SAVES),
     Part("random moments in the background", 8, "torchrun", overrides=ASYNC),
     Part("random moments", 6, "torchrun", num_ranks=4),
 )

@@ -1,8 +1,8 @@
 """The table of drills. A drill injects one fault into a run and checks how the run ends.
 
 After every drill, all ranks have ended in time and no process remains. The metrics are bit-equal to
-those of a run without faults and contain no step twice. Every published step is complete. The next
-start resumes from the newest one and finishes.
+the metrics of a run without faults and contain no step twice. Every published step is complete. The
+next start resumes from the newest one and finishes.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A *chain* is one run folder in which the same command is started and killed repeatedly. Each start
 must resume from the newest published step, which must be complete. All metrics must be bit-equal to
-those of a reference run without faults.
+the metrics of a reference run without faults.
 """
 
 from __future__ import annotations

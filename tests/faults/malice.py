@@ -136,13 +136,14 @@ def _item(version: int, name: str) -> WriteCheckpoint:
         index = next(index for index in metadata.storage_data if index.fqn == name)
         storage_info = metadata.storage_data[index]
         saved = _torch_save(payload)
-        file = "shard-00000.bin" if version > 1 else storage_info.relative_path
+        file = "shard-00000.bin" if version == 2 else storage_info.relative_path
         offset = _append(step / file, saved)
-        new_info = (file, offset, len(saved))
         metadata.storage_data[index] = (
-            new_info
-            if version > 1
-            else dataclasses.replace(storage_info, offset=offset, length=len(saved))
+            (file, offset, len(saved))
+            if version == 2
+            else dataclasses.replace(
+                storage_info, relative_path=file, offset=offset, length=len(saved)
+            )
         )
         return _seal(step, metadata)
 
@@ -211,14 +212,15 @@ def _state(payload: Any) -> dict[str, Any]:
 
 
 LOCATIONS: dict[str, WriteCheckpoint] = {
-    "native: .metadata as a whole": _metadata(2, lambda metadata, payload: payload),
-    "native: planner data": _metadata(2, _set("planner_data")),
-    "native: storage meta": _metadata(2, _set("storage_meta")),
-    "native: version": _metadata(2, _set("version")),
-    "native: an entry": _metadata(2, _as_entry),
-    "native: a dtype": _metadata(2, _as_dtype),
-    "native: a string": _item(2, "lr_scheduler.json"),
-    "native: the position": _item(2, "train_state.json"),
+    "native: .metadata as a whole": _metadata(3, lambda metadata, payload: payload),
+    "native: planner data": _metadata(3, _set("planner_data")),
+    "native: storage meta": _metadata(3, _set("storage_meta")),
+    "native: version": _metadata(3, _set("version")),
+    "native: an entry": _metadata(3, _as_entry),
+    "native: a dtype": _metadata(3, _as_dtype),
+    "native: a string": _item(3, "lr_scheduler.json"),
+    "native: the position": _item(3, "train_state.json"),
+    "format 2: a string": _item(2, "lr_scheduler.json"),
     "format 1: .metadata as a whole": _metadata(1, lambda metadata, payload: payload),
     "format 1: storage meta": _metadata(1, _set("storage_meta")),
     "format 1: a string": _item(1, "lr_scheduler.json"),

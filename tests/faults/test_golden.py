@@ -19,10 +19,16 @@ from tests.faults.damage import start_one_rank
 from tests.faults.trainer import ASSETS
 from tests.harness.runner import ROOT, run_trainer, trainer_command, trainer_environment
 from torchtitan_like.checkpoint.step_folders import FORMAT_VERSION
+from torchtitan_like.cli import main as titan
 
-VERSIONS = (1, 2)
+VERSIONS = (1, 2, 3)
 # Hash of all names and values in the step: weights, optimizer, schedule, data position, progress.
-CONTENT = "6fa5b993402a7ce66d501e11f1592201"
+CONTENT = {
+    1: "6fa5b993402a7ce66d501e11f1592201",
+    2: "6fa5b993402a7ce66d501e11f1592201",
+    3: "0b066b578ec5bd7cbc3d9ec9c2101725",  # other initial weights, and more in the data position
+}
+LOSSES = {1: (4.9, 6.0), 2: (4.9, 6.0), 3: (3.8, 4.4)}  # range of the following steps
 # Digests of the data of the following steps, equal on any machine.
 DIGESTS = [
     "63e45a53091fa7fa",
@@ -66,7 +72,7 @@ def test_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path
     shutil.copytree(golden(version), tmp_path / "checkpoint" / "step-3")
     loaded = start_one_rank(tmp_path, golden(version))
     assert loaded.step == 3, loaded.output
-    assert loaded.content == CONTENT
+    assert loaded.content == CONTENT[version]
     assert ("cannot be verified" in loaded.output) == (version == 1), loaded.output
 
 
@@ -86,7 +92,26 @@ def test_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> N
     assert [row["data_digest"] for row in result.metrics] == DIGESTS
     assert result.metrics[-1]["data_digest_chain"] == LAST_CHAIN
     assert result.metrics[-1]["n_tokens_seen"] == 8 * 64
-    assert all(4.9 < row["loss"] < 6.0 for row in result.metrics)
+    low, high = LOSSES[version]
+    assert all(low < row["loss"] < high for row in result.metrics)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_commands_read_a_stored_checkpoint(
+    version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = golden(version)
+    assert titan(["ckpt", "show", str(step)]) == 0
+    assert f"format_version: {version}" in capsys.readouterr().out
+    assert titan(["ckpt", "verify", str(step)]) == 0
+    verified = "not verified, because format 1" if version == 1 else "intact"
+    assert verified in capsys.readouterr().out
+    for to in ("native", "hf", "dcp", "pt"):
+        copy = tmp_path / to
+        assert titan(["ckpt", "convert", str(step), str(copy), "--to", to]) == 0
+        capsys.readouterr()
+        titan(["ckpt", "diff", str(step), str(copy)])
+        assert "11 of 11 common tensors are equal bit for bit" in capsys.readouterr().out, to
 
 
 def make(folder: Path) -> None:

@@ -5,8 +5,22 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
-from tests.faults.kills import SAVE_POINTS, START_POINTS, Chain, Kill, named_kills, random_kill
+import pytest
+
+from tests.faults.kills import (
+    SAVE_POINTS,
+    START_POINTS,
+    Chain,
+    Kill,
+    make_reference,
+    named_kills,
+    random_kill,
+)
+from tests.faults.shim import Faults
+from tests.faults.trainer import Starter
+from torchtitan_like.util.jsonl import read_rows
 
 ALL = (0, 1)
 # One kill at each point, with alternating halted and killed ranks, so that every pair occurs.
@@ -111,3 +125,38 @@ def test_run_resumes_after_kills_at_random_times(chain: Chain) -> None:
 def test_run_resumes_after_kills_under_torchrun(torchrun_chain: Chain) -> None:
     kills = [Kill("in the middle of a shard", (1,), 1), Kill("before the step is published", ALL)]
     assert run_kills(torchrun_chain, kills) == len(kills)
+
+
+EXPERTS = {
+    "model__name": "qwen3",
+    "model__flavor": "debugmodel_moe",
+    "model__args__multiple_of": None,  # of Llama 3
+    "model__args__n_kv_heads": 2,
+    "model__args__head_dim": 8,
+    "model__args__num_experts": 4,
+    "model__args__top_k": 2,
+    "model__args__moe_inter_dim": 16,
+    "model__args__load_balance": "bias",
+    "model__args__load_balance_coeff": 0.01,
+    "parallelism__expert_parallel_degree": 2,
+}
+
+
+@pytest.mark.nightly
+def test_run_with_experts_and_biases_resumes_after_kills(
+    fork_server: Starter, faults: Faults, tmp_path: Path
+) -> None:
+    chain = make_reference(fork_server, faults, tmp_path, **EXPERTS)
+    kills = [
+        Kill("in the middle of a shard", ALL, 1),
+        Kill("before the manifest", (1,)),
+        Kill("before the step is published", (0,)),
+        Kill("after the step is published", ALL),
+    ]
+    assert run_kills(chain, kills) == len(kills)
+    reference = tmp_path / "reference/outputs"
+    loads = [
+        [row["moe"] for row in read_rows(folder / "metrics.jsonl")]
+        for folder in (chain.folder, reference)
+    ]
+    assert loads[0] == loads[1] and loads[0][-1]["bias_range"] > 0

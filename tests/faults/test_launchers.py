@@ -237,7 +237,7 @@ def test_signal_during_imports_gives_the_code_of_the_signal(
 
 
 def test_second_start_does_not_change_the_files_of_a_running_run(tmp_path: Path) -> None:
-    """The ranks reject the start, in the case that the launcher does not know the running run.
+    """The ranks reject the start if the launcher did not detect the running run.
 
     The test process acts as the running run.
     """

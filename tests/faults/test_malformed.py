@@ -22,12 +22,12 @@ from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
-from torchtitan_like.launcher.outcome import CRASH, Start, report_end
+from torchtitan_like.launcher.outcome import Start, report_end
 from torchtitan_like.monitor import log
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]
-GOLDEN = ASSETS / "v2/step-3"
+GOLDEN = ASSETS / "v3/step-3"
 NESTED = "[" * 200_000
 NESTED_OBJECT = '{"a":' * 200_000
 SECONDS = 30.0  # limit of CPU time; a test usually takes 3 s

@@ -27,7 +27,7 @@ pytestmark = [
         "ignore:torch.distributed is disabled", "ignore:Detected pickle protocol"
     ),
 ]
-GOLDEN = ASSETS / "v2/step-3"
+GOLDEN = ASSETS / "v3/step-3"
 _audit_events: list[str] | None = None  # audited events, while the fixture `audit_events` is active
 
 
@@ -118,7 +118,7 @@ def test_no_command_executes_a_payload(
     write_module(marker)
     path = LOCATIONS[location](tmp_path / "evil", PAYLOADS[payload](marker))
     # torch omits "builtins."
-    request = rf"it asks for (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"
+    request = rf"it refers to (\S+\.)?{payload.rsplit('.', 1)[-1]}, which"
     errors = []
     for name, command in COMMANDS.items():
         output = command(path, tmp_path / name.replace(" ", "")) + "".join(capsys.readouterr())

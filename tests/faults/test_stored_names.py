@@ -28,7 +28,7 @@ pytestmark = [
     pytest.mark.faults,
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
 ]
-GOLDEN = ASSETS / "v2/step-3"
+GOLDEN = ASSETS / "v3/step-3"
 MODULE = "module_of_a_checkpoint"
 FLAG = "--experimental.custom_import"
 
@@ -100,7 +100,7 @@ def test_error_for_an_unknown_model_names_its_module_and_the_flag(
     argv = TOOLS[tool](step, tmp_path / "out")
     assert titan(argv) == 2
     message = capsys.readouterr().err
-    assert f"asks for the module '{MODULE}'" in message and f"{FLAG} {MODULE}" in message
+    assert f"names the module '{MODULE}'" in message and f"{FLAG} {MODULE}" in message
     assert titan([*argv, FLAG, MODULE]) == 2  # the module does not exist yet
     assert f"No module named '{MODULE}'" in capsys.readouterr().err
     (tmp_path / f"{MODULE}.py").write_text(

@@ -36,7 +36,10 @@ ASSETS = ROOT / "tests/assets/checkpoints"
 
 
 def arguments(folder: Path, **overrides: Any) -> list[str]:
-    """Return the command line of a tiny run: 13,000 parameters, steps of 4 out of 25 samples."""
+    """Return the command line of a tiny run: 13,000 parameters, steps of 4 out of 25 samples.
+
+    None removes a setting.
+    """
     values = {
         "job.config_file": ROOT / "train_configs/debug_model.toml",
         "job.dump_folder": folder,
@@ -65,7 +68,8 @@ def arguments(folder: Path, **overrides: Any) -> list[str]:
         "debug.seed": 1,
         **{key.replace("__", "."): value for key, value in overrides.items()},
     }
-    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    given = {key: value for key, value in values.items() if value is not None}
+    return [part for key, value in given.items() for part in (f"--{key}", str(value))]
 
 
 def exact_rows(folder: Path) -> list[list[Any]]:

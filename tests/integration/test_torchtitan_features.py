@@ -41,11 +41,15 @@ PYTHON_WARNING = re.compile(r"\.py:\d+: \w*Warning: |Warning: .*deprecated")
 
 
 class Row(NamedTuple):
-    """One feature test with the arguments of each run. {dump} is the dump folder."""
+    """One feature test with the arguments of each run. {dump} is the dump folder.
+
+    sizes: replace those of the base config.
+    """
 
     name: str
     runs: tuple[str, ...]
     ngpu: int = 4
+    sizes: str = ""
 
 
 ROWS = (
@@ -152,7 +156,7 @@ ROWS = (
         2,
     ),
 )
-# Rows of its model tests, for the available models.
+# All rows of its model tests, each with the debug flavor of its model.
 MODEL, EP = "--model.name", "--parallelism.expert_parallel_degree"
 EXPERT_TP = "--parallelism.expert_tensor_parallel_degree"
 INTERLEAVED = f"{PP} 2 {SCHEDULE} Interleaved1F1B"
@@ -189,6 +193,13 @@ MODEL_ROWS = (
         "llama4_pp+fsdp+tp+ep+compile",
         (f"{MODEL} llama4 {INTERLEAVED} {SHARD} 2 {TP} 2 {EP} 4 {EXPERT_TP} 1 {COMPILE}",),
         8,
+    ),
+    Row(
+        "gpt_oss_fsdp+tp+ep+compile",
+        (f"{MODEL} gpt_oss {SHARD} 4 {TP} 2 {EP} 4 {EXPERT_TP} 1 {COMPILE}",),
+        8,
+        # Its vocabulary of 201,088 takes most of the time.
+        "--training.local_batch_size 2 --training.seq_len 64",
     ),
 )
 # Tests that cannot run on CPU ranks: the rejected setting, and a part of the reason.
@@ -238,7 +249,7 @@ def expect_generated_text(runs: list[RunResult]) -> None:
 
 
 def expect_changed_order(runs: list[RunResult]) -> None:
-    order = "The order of the samples differs from that of the run that saved the checkpoint: "
+    order = "The order of the samples differs from the run that saved the checkpoint: "
     expect_words(runs[1], f"{order}training.global_batch_size 32 -> 16")
     assert [row["step"] for row in runs[1].metrics] == list(range(1, 21))
 
@@ -259,6 +270,7 @@ EXPECT: Mapping[str, Callable[[list[RunResult]], None]] = {
 def test_table_has_all_feature_tests() -> None:
     names = [row.name for row in (*ROWS, *REJECTED)]
     assert len(set(names)) == len(names) == 43 and len(ROWS) == 40
+    assert len({row.name for row in MODEL_ROWS}) == len(MODEL_ROWS) == 9
 
 
 @pytest.mark.nightly
@@ -266,7 +278,7 @@ def test_table_has_all_feature_tests() -> None:
 def test_feature_trains(row: Row, tmp_path: Path, run_forked: ForkedTrainer) -> None:
     results = []
     for line in row.runs:
-        result = run(line, row.ngpu, tmp_path / "outputs", run_forked)
+        result = run(f"{line} {row.sizes}", row.ngpu, tmp_path / "outputs", run_forked)
         assert result.returncode == 0, result.tail
         warned = [line for line in result.stdout.splitlines() if PYTHON_WARNING.search(line)]
         assert not warned, warned
@@ -287,3 +299,26 @@ def test_unsupported_feature_is_rejected_with_a_reason(
     key, reason = REJECTED[row]
     assert result.returncode == 78, result.tail
     expect_words(result, key, reason)
+
+
+# TorchTitan's own debug files of models with experts -> settings in addition to the sizes below.
+DEBUG_FILES = {
+    "deepseek_v3_debug_model": "",
+    "gpt_oss_debug_model": "",
+    "llama4_debug_model": "",
+    "qwen3_moe_debug": "--training.dataset c4_test",  # its dataset is on the Hub
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", DEBUG_FILES)
+def test_debug_file_trains(name: str, tmp_path: Path, run_forked: ForkedTrainer) -> None:
+    """Three steps, unchanged except for sizes that fit two CPU ranks."""
+    sizes = "--training.local_batch_size 2 --training.seq_len 256 --training.steps 3"
+    folder = tmp_path / "outputs"
+    arguments = ["--job.config_file", f"tests/assets/torchtitan/{name}.toml"]
+    arguments += ["--job.dump_folder", str(folder), *f"{sizes} {DEBUG_FILES[name]}".split()]
+    result = run_forked(arguments, 2, folder, timeout=500)
+    assert result.returncode == 0, result.tail
+    losses = [step["loss"] for step in result.metrics]
+    assert len(losses) == 3 and losses[-1] < losses[0], losses

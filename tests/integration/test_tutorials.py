@@ -34,8 +34,8 @@ REPLACED = {
     "/shared/text": "my_text.jsonl",
     "/data/my_text.jsonl": "my_text.jsonl",
 }
-# These commands need the Hub, a cluster or a failed run. Other tests cover them.
-SKIPPED_COMMANDS = ("titan download", "sbatch", "titan run replay")
+# These commands need the Hub, lm-eval, a cluster or a failed run. Other tests cover them.
+SKIPPED_COMMANDS = ("titan download", "titan eval", "sbatch", "titan run replay")
 
 
 def blocks(page: str, language: str) -> list[str]:

@@ -25,7 +25,7 @@ from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.lock import LockedError, RunLock
-from torchtitan_like.checkpoint.retention import PIN, Retention, newest_before, pin_before
+from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
@@ -42,6 +42,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.run_directory import PIN, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
@@ -120,7 +121,8 @@ class Checkpointer:
         def decide_locked() -> list[Start]:
             # Decide again under the lock: another run may have published a step in the meantime.
             starts = decide() if is_unfinished else candidates
-            # A manifest of thousands of ranks takes 40 MB. `load` reads those of older steps again.
+            # A manifest of thousands of ranks takes 40 MB. `load` reads the manifests of older
+            # steps again.
             return [starts[0], *(replace(older, manifest=None) for older in starts[1:])]
 
         is_unfinished = self._on_leader(decide_step) < last_step
@@ -131,7 +133,7 @@ class Checkpointer:
 
     def _on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0's checkpoint thread. All ranks return its result or its error."""
-        return self._thread.run(lambda: self._votes.leader_does(action))
+        return self._thread.run(lambda: self._votes.run_on_leader(action))
 
     def _try_lock(self) -> bool:
         """Take the lock on rank 0, or wait for less time than the collectives' time-out."""
@@ -191,7 +193,9 @@ class Checkpointer:
         for number, start in enumerate(starts):
             try:
                 if number > 0:  # the caller has considered the first start already
-                    start = self._thread.run(partial(self._votes.leader_does, start.with_manifest))
+                    start = self._thread.run(
+                        partial(self._votes.run_on_leader, start.with_manifest)
+                    )
                     consider(start)
                 self._thread.run(partial(load, start))
                 if start.manifest is not None:
@@ -222,7 +226,9 @@ class Checkpointer:
                     f"Restarting at step {start.step}: renamed a later checkpoint to {path.name}"
                 )
             if start.path is not None and start.step == self.section.load_step:
-                (start.path / PIN).touch()  # the same command, started again, asks for it once more
+                (
+                    start.path / PIN
+                ).touch()  # if the same command starts again, it loads this step again
 
         self.newest_step = start.step
         if self.saves:
@@ -277,7 +283,7 @@ class Checkpointer:
         assert path is not None and manifest is not None
         reader = ExtentReader(path, file_records(manifest))
         metadata: dict[str, Any] = {}
-        self._votes.all_do(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
+        self._votes.run_on_all(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
         weights = StoredWeights(metadata, group.rank, group.size)
         start = replace(stored, kind="warm")
         load_states(start, {"model": weights}, self._votes, self._identity)
@@ -325,7 +331,7 @@ class Checkpointer:
         return full + ([self._export(True)] if export_asked and self._newest_export != step else [])
 
     def _export_path(self, step: int) -> Path:
-        return self.folder / HF_EXPORTS / f"step-{step}"
+        return self.folder / HF_EXPORTS / step_name(step)
 
     def _export(self, is_last: bool) -> Save:
         return Save("hf", self.folder / HF_EXPORTS, self._export_dtype, is_last=is_last)
@@ -477,7 +483,7 @@ class Checkpointer:
         """
         if not self.saves:
             return None
-        path = self.folder / f"step-{step}{NONFINITE}"
+        path = self.folder / f"{step_name(step)}{NONFINITE}"
         self.wait()
         if not self._on_leader(path.exists):
             save = Save("full", self.folder, is_last=True, suffix=NONFINITE)
@@ -504,7 +510,7 @@ class Checkpointer:
             search()
 
     def _previous_checkpoint(self, step: int) -> Path | None:
-        path = self.folder / f"step-{step - 1}{NONFINITE}"
+        path = self.folder / f"{step_name(step - 1)}{NONFINITE}"
         if path.is_dir():
             return path
         newest = newest_before(self.folder, step)

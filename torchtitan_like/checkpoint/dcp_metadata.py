@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import ExtentSource, check_sizes
-from torchtitan_like.checkpoint.step_folders import MANIFEST, file_records, is_inside, read_manifest
+from torchtitan_like.checkpoint.step_folders import file_records, is_inside, read_manifest
+from torchtitan_like.util.run_directory import MANIFEST
 
 METADATA = ".metadata"
 CLASSES = (
@@ -240,7 +241,7 @@ def _refusal(file: Path, name: str) -> CheckpointError:
     source = file.parent if file.name == ".metadata" else file
     kind = "pt" if source.is_file() else "native" if (source / MANIFEST).exists() else "dcp"
     return CheckpointError(
-        f"{file} was not loaded: it asks for {name}, which could run code. Expected tensors, plain "
+        f"{file} was not loaded: it refers to {name}, which could run code. Expected tensors, plain "
         "Python values and the metadata classes of torch.distributed.checkpoint. If you trust its "
         "author, make a copy without such objects: titan ckpt convert "
         f"{source} COPY --to {kind} --trust-pickle"
@@ -286,7 +287,7 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
             raise _damage(file, f"it describes {name!r} as {type(entry).__name__}")
     files: set[str] = set()
     for index, location in metadata.storage_data.items():
-        if type(location) is tuple and len(location) == 3:  # of `ExtentWriter`
+        if type(location) is tuple and len(location) == 3:  # of a native step of version 2
             path, offset, length = location
         else:
             path, offset, length = location.relative_path, location.offset, location.length

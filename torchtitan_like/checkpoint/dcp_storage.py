@@ -3,10 +3,14 @@
     dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
     load_planned(state, ExtentReader(folder, records), CheckedPlanner(folder))
 
+torch reads such a step too, with its own reader, which does not verify the hashes.
+
 Each rank with items writes one file, such as `shard-00000.bin`. Items follow each other, aligned to
-64 bytes and padded with zeros. A tensor is stored as its elements in C order, any other item as the
-bytes of the planner. `.metadata` is DCP's pickle. Its storage data of an item is the tuple (file
-name, offset in bytes, length in bytes).
+64 bytes and padded with zeros. A tensor is stored as the archive of `tensor_archive.py`, any other
+item as the bytes of the planner, which `torch.save` wrote. `.metadata` is DCP's pickle.
+
+Format version 2 stored tensors without the archive, and tuples (file name, offset in bytes, length
+in bytes) as storage data in `.metadata`. It is read too.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -50,12 +55,14 @@ from torchtitan_like.checkpoint.extents import (
     record_of,
 )
 from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
+from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES, archive_header, archive_trailer
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.os_errors import describe_os_error
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
+MAX_GAP = 4096  # bytes between two tensors that are read along; more than an archive's trailer
 BOUNCE = 4 * EXTENT
 
 
@@ -104,12 +111,14 @@ class ExtentWriter(StorageWriter):
         offset = sink.size
         data = planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
+            sink.write(archive_header(data.nbytes))
             for piece in bounce.pieces(data.detach()):
                 sink.write(piece)
+            sink.write(archive_trailer(data.dtype, data.shape))
         else:
             sink.write(data.getbuffer())
         length = sink.size - offset
-        return WriteResult(item.index, length, (self.shard, offset, length))
+        return WriteResult(item.index, length, _StorageInfo(self.shard, offset, length))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write `.metadata` durably. DCP calls it on rank 0 after all ranks have written."""
@@ -208,7 +217,7 @@ class ExtentReader(StorageReader):
         stored = self.read_metadata().storage_data
         by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
         for item in plan.items:
-            name, offset, length = stored[item.storage_index]
+            name, offset, length = _content(stored[item.storage_index], item.type)
             by_file.setdefault(name, []).append((offset, length, item))
         for name, items in sorted(by_file.items()):
             items.sort(key=lambda entry: entry[0])
@@ -234,7 +243,7 @@ class ExtentReader(StorageReader):
         return future
 
     def _box(self, offset: int, item: ReadItem, target: torch.Tensor) -> _Box | None:
-        """Return the item's box of the stored tensor at byte `offset`, or None if it is empty."""
+        """Return the item's box of the tensor with elements at `offset`, or None if it is empty."""
         if not target.numel():
             return None
         entry = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
@@ -263,6 +272,18 @@ class ExtentReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # DCP must not reuse the reader for another folder
+
+
+def _content(stored: Any, item_type: LoadItemType) -> tuple[str, int, int]:
+    """Return the file, offset and length in bytes of an item's content, by its storage data.
+
+    The content of a tensor starts with its elements.
+    """
+    if not isinstance(stored, _StorageInfo):  # of format version 2
+        name, offset, length = stored
+        return name, offset, length
+    skipped = 0 if item_type == LoadItemType.BYTE_IO else HEADER_BYTES
+    return stored.relative_path, stored.offset + skipped, stored.length - skipped
 
 
 def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:
@@ -300,7 +321,7 @@ class _Box:
         self.first = sum(start * stride for start, stride in zip(starts, strides, strict=True))
         last = sum((n - 1) * stride for n, stride in zip(lengths, strides, strict=True))
         self.offset = offset
-        self.begin = offset + self.first * dtype.itemsize
+        self.start = offset + self.first * dtype.itemsize
         self.end = offset + (self.first + last + 1) * dtype.itemsize
         # A flat view of the target if the box is contiguous in the file and in the target.
         is_contiguous = last + 1 == target.numel() and target.is_contiguous()
@@ -341,7 +362,7 @@ def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
     """Fill `boxes` sequentially. Extents that lie entirely in boxes are read in place."""
     by_extent: dict[int, list[_Box]] = {}
     for box in boxes:
-        for index in range(box.begin // EXTENT, -(-box.end // EXTENT)):
+        for index in range(box.start // EXTENT, -(-box.end // EXTENT)):
             by_extent.setdefault(index, []).append(box)
     for index, extent_boxes in sorted(by_extent.items()):
         start, end = source.record.span(index)
@@ -349,25 +370,25 @@ def _read_boxes(source: ExtentSource, boxes: Sequence[_Box]) -> None:
             source.read_extent(index, views)
             continue
         for box in extent_boxes:
-            low, high = max(box.begin, start), min(box.end, end)
+            low, high = max(box.start, start), min(box.end, end)
             box.put_bytes(source.extent(index)[low - start : high - start], low)
 
 
 def _in_place_views(boxes: Sequence[_Box], start: int, end: int) -> list[memoryview] | None:
-    """Return views of the boxes' memory for an extent, with scratch memory for the padding.
+    """Return views of the boxes' memory for an extent, with scratch memory for the gaps.
 
-    Returns None if the boxes do not cover the extent except for padding.
+    Returns None if the boxes do not cover the extent except for gaps of less than MAX_GAP bytes.
     """
     views: list[memoryview] = []
     offset = start
     for box in boxes:
-        low, high = max(box.begin, start), min(box.end, end)
-        if box.bytes is None or not 0 <= low - offset < ALIGNMENT:
+        low, high = max(box.start, start), min(box.end, end)
+        if box.bytes is None or not 0 <= low - offset < MAX_GAP:
             return None
-        padding = memoryview(bytearray(low - offset))
-        views += [padding, box.bytes[low - box.begin : high - box.begin]]
+        gap = memoryview(bytearray(low - offset))
+        views += [gap, box.bytes[low - box.start : high - box.start]]
         offset = high
-    return [*views, memoryview(bytearray(end - offset))] if end - offset < ALIGNMENT else None
+    return [*views, memoryview(bytearray(end - offset))] if end - offset < MAX_GAP else None
 
 
 def _as_bytes(tensor: torch.Tensor) -> memoryview:

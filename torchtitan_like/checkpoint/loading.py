@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +18,8 @@ from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.models.hf_table import Rows
+from torchtitan_like.models.spec import standard_hf_config
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.start import Start
@@ -36,7 +40,8 @@ def load_states(
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
     A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
-    A start that upcycles leaves the tensors unchanged that a dense model does not have.
+    It also excludes the dataloader's keys of a TorchTitan checkpoint. An upcycling start leaves
+    tensors unchanged that the dense model does not have.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """
@@ -44,6 +49,11 @@ def load_states(
     keys = ["model"] if start.kind == "warm" else [key for key in states if key not in exclude]
     if start.format == "step":
         _load_step(start, {key: states[key] for key in keys}, votes, identity, verify)
+    elif start.kind == "resume":
+        from torchtitan_like.checkpoint.torchtitan import load_run
+
+        keys = [key for key in keys if key != "dataloader"]
+        load_run(start, {key: states[key] for key in keys}, votes, identity)
     else:
         _load_weights(start, states["model"], votes, identity, quantized)
     not_loaded = sorted(set(states) - set(keys))
@@ -77,7 +87,7 @@ def _load_step(
             for name, record in records.items()
             if verify == "full" or not name.startswith("shard-")
         }
-    votes.leader_does(lambda: check_sizes(path, getattr(reader, "records", {})))
+    votes.run_on_leader(lambda: check_sizes(path, getattr(reader, "records", {})))
     loaded: Mapping[str, Mapping[str, Any]] = {}
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
@@ -86,7 +96,7 @@ def _load_step(
     else:
         loaded = _read_entries(start, states, votes, reader)
     if to_verify:
-        votes.all_do(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
+        votes.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
     for key, entries in loaded.items():
         states[key].load_state_dict(dict(entries))
 
@@ -115,7 +125,7 @@ def _read_entries(
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader, CheckedPlanner(path))
 
-    votes.all_do(read_metadata)
+    votes.run_on_all(read_metadata)
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
     counts = votes.group.sum_async([name in flat for name in stored]).wait()
@@ -124,7 +134,7 @@ def _read_entries(
         for name, count in zip(stored, counts, strict=True)
         if not count and name.split(".")[0] in states
     ]
-    votes.all_do(load)
+    votes.run_on_all(load)
     return {key: {name: targets[f"{key}.{name}"] for name in names} for key, names in dicts.items()}
 
 
@@ -141,15 +151,16 @@ def _load_weights(
     tensors, tied = model.state_dict(), spec.tied(args)
     if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)
-        votes.leader_does(lambda: check_sizes(path, records))
-        votes.all_do(lambda: verify_rest(path, records, {}, votes.group))
+        votes.run_on_leader(lambda: check_sizes(path, records))
+        votes.run_on_all(lambda: verify_rest(path, records, {}, votes.group))
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
 
         load_upcycled(start, tensors, votes, identity, quantized=quantized)
         return
     if start.format == "hf":
-        for line in config_differences(path, spec.hf_config(args)):
+        standardize = partial(standard_hf_config, spec)
+        for line in config_differences(path, spec.hf_config(args), standardize):
             logger.warning(line)
         load_hf(
             path,
@@ -162,13 +173,22 @@ def _load_weights(
             unread=spec.hf_unread(args),
         )
         return
+    read = load_torchtitan if start.format == "dcp" else load_meta
+    read(path, tensors, rows=meta_rows(identity, path), tied=tied, votes=votes)
+
+
+def meta_rows(identity: Identity, path: Path) -> Rows:
+    """Return the table of TorchTitan's and Meta's names. Raises CheckpointError if there is none.
+
+    path: of the checkpoint, for the message.
+    """
+    spec = identity.spec
     if spec.meta_names is None:
         raise CheckpointError(
             f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
             "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
         )
-    read = load_torchtitan if start.format == "dcp" else load_meta
-    read(path, tensors, rows=spec.meta_names(args), tied=tied, votes=votes)
+    return spec.meta_names(identity.args)
 
 
 def _targets(

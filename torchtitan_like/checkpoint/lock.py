@@ -15,10 +15,10 @@ from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.run_directory import LOCK
 
 logger = logging.getLogger()
 
-LOCK = "run.lock"
 Holder = dict[str, Any]
 
 
@@ -45,7 +45,7 @@ class FileLock:
         patience: float = 35.0,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
-        """Create the lock without taking it. The strings are parts of error messages.
+        """Create the lock without acquiring it. The strings are parts of error messages.
 
         subject: the locked folder or file. holder: a noun for the writer, such as `run`.
         remedy: what to do if another process holds the lock.

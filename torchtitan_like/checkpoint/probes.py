@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.util.units import GIB
 
-GIB = 2**30
 _OVERHEAD_FACTOR = 1.02  # of the file system
 _RESERVED_BYTES = 64 * 2**20  # for the run's other files
 _MARKER = ".visible-to-all-ranks"

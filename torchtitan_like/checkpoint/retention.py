@@ -17,10 +17,10 @@ from torchtitan_like.checkpoint.step_folders import (
     read_step,
     superseded_folders,
 )
+from torchtitan_like.util.run_directory import PIN
 
 logger = logging.getLogger()
 
-PIN = "PIN"  # a file in `step-N` that prevents its deletion; users may write a reason into it
 _TRASH = ".trash-"
 
 

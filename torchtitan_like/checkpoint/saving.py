@@ -35,6 +35,7 @@ from torchtitan_like.checkpoint.probes import (
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.run_directory import CONFIG, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
@@ -100,17 +101,17 @@ class StepWriter:
         on_published: called on rank 0 with the form, the path, and the duration in seconds.
         """
         start_time = time.monotonic()
-        final = save.folder / f"step-{step}{save.suffix}"
+        final = save.folder / f"{step_name(step)}{save.suffix}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts while it writes
             warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(name, value, save.dtype) for name, value in tensors.items()}
         try:
-            self._votes.leader_does(lambda: self._stage(save, staged, final, tensors))
+            self._votes.run_on_leader(lambda: self._stage(save, staged, final, tensors))
             self._check_shared_folder(staged)
             records = self._write_files(save, staged, tensors, config_toml)
             content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
-            self._votes.leader_does(lambda: self._publish(staged, final, records, content))
+            self._votes.run_on_leader(lambda: self._publish(staged, final, records, content))
         except CheckpointError:
             if self._votes.is_leader:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -142,17 +143,17 @@ class StepWriter:
         """Check before the first checkpoint that every rank sees the files of rank 0."""
         if self._is_folder_shared:
             return
-        token = self._votes.leader_does(lambda: write_marker(staged))
-        self._votes.all_do(lambda: wait_for_marker(staged, token))
-        self._votes.leader_does(lambda: remove_marker(staged))
+        token = self._votes.run_on_leader(lambda: write_marker(staged))
+        self._votes.run_on_all(lambda: wait_for_marker(staged, token))
+        self._votes.run_on_leader(lambda: remove_marker(staged))
         self._is_folder_shared = True
 
     def _write_files(
         self, save: Save, staged: Path, tensors: Mapping[str, Any], config_toml: str
     ) -> dict[str, FileRecord]:
-        config = staged / "config.toml"
+        config = staged / CONFIG
         records = {
-            config.name: self._votes.leader_does(lambda: write_file(config, config_toml.encode()))
+            config.name: self._votes.run_on_leader(lambda: write_file(config, config_toml.encode()))
         }
         write = (
             partial(self._export, save.dtype or torch.float32)

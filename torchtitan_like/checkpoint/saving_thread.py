@@ -1,4 +1,4 @@
-"""The checkpoint thread. Its own process group separates its collectives from those of training."""
+"""The checkpoint thread. It has a process group of its own, separate from training."""
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Literal
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.step_folders import (
-    MANIFEST,
     NONFINITE,
     Manifest,
     StepFolder,
@@ -19,6 +18,7 @@ from torchtitan_like.checkpoint.step_folders import (
     numbered_folders,
     read_manifest,
 )
+from torchtitan_like.util.run_directory import CONFIG, MANIFEST, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
@@ -134,7 +134,7 @@ def decide_start(
 
 def _resume(step: StepFolder, reason: str) -> Start:
     """Return a start from a full step, with its configuration in the manifest."""
-    manifest, config = step.manifest, step.path / "config.toml"
+    manifest, config = step.manifest, step.path / CONFIG
     if manifest["format_version"] == 1 and config.exists():
         # Format 1 stores the configuration only in this file.
         manifest = {**manifest, "config": config.read_text(encoding="utf-8")}
@@ -187,7 +187,7 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     if match is not None and match.is_full:
         return _resume(match, f"checkpoint.load_step = {number}")
     full_steps = ", ".join(str(step.step) for step in steps if step.is_full) or "none"
-    format_name = format_of(folder / f"step-{number}")
+    format_name = format_of(folder / step_name(number))
     note = f"; step-{number} has only weights ({FORMAT_NAMES[format_name]})" if format_name else ""
     raise CheckpointError(
         f"checkpoint.load_step = {number}, but {folder} has no full checkpoint of that step{note}. "
@@ -237,22 +237,31 @@ def _initial(
     start = _weights(section, path, reason)
     if section.initial_load_model_only:
         return start
+    if start.format == "dcp":
+        from torchtitan_like.checkpoint.torchtitan import read_step
+
+        step = read_step(path)
+        _check_unfinished(path, step, last_step)
+        return Start("resume", step, path, reason, format="dcp")
     manifest = start.manifest or {}
     if manifest.get("kind") != "full":
         raise CheckpointError(
             f"checkpoint.initial_load_path = {str(path)!r} holds only weights "
             f"({FORMAT_NAMES[start.format]}). Expected a full checkpoint, because "
             "checkpoint.initial_load_model_only = false. Set checkpoint.initial_load_model_only = true, or set the path to "
-            "a full step-N of this program"
+            "a full step-N of this program or of TorchTitan 0.2"
         )
-    step = manifest["step"]
+    _check_unfinished(path, manifest["step"], last_step)
+    return _resume(StepFolder(manifest["step"], path, manifest), reason)
+
+
+def _check_unfinished(path: Path, step: int, last_step: int | None) -> None:
     if last_step is not None and step >= last_step:
         raise CheckpointError(
             f"checkpoint.initial_load_path = {str(path)!r} is at step {step}. Expected a step before "
             f"training.steps = {last_step}. Raise training.steps, or set "
             "checkpoint.initial_load_model_only = true to start at step 0"
         )
-    return _resume(StepFolder(step, path, manifest), reason)
 
 
 def _weights(section: Checkpoint, path: Path, reason: str) -> Start:

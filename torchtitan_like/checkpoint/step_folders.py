@@ -26,9 +26,11 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, REMEDY, FileRecord, check_sizes, naming
 from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
+from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 2  # format 1 lacks "files" and "self": it is read without verification
+# Format 1 lacks "files" and "self": it is read without verification. In format 2, only this program
+# can read the tensors of native steps.
+FORMAT_VERSION = 3
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 # Keys that `write_manifest` and `StepWriter` set. All others are the run's summary.
 MANIFEST_OWN_KEYS = {
@@ -41,13 +43,11 @@ MANIFEST_OWN_KEYS = {
     "config",
     "files",
 }
-CONFIG = "config.toml"  # of the run; in its exports too
 # Errors that mean damage: a bad sector, a folder or pipe of that name, or an endless file.
 _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
-_NO_STATE = {CONFIG, "PIN"}  # files of a step without state
+_NO_STATE = {CONFIG, PIN}  # files of a step without state
 NONFINITE = ".nonfinite"  # suffix of a state with an inf or NaN, kept for debugging
-_STEP = re.compile(r"step-(\d+)")
-_SUPERSEDED = re.compile(r"step-(\d+)\.superseded-.*")
+_SUPERSEDED = re.compile(rf"{STEP.pattern}\.superseded-.*")
 
 Manifest = dict[str, Any]
 
@@ -190,14 +190,14 @@ def published_steps(folder: Path) -> list[StepFolder]:
 
 def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return every `step-N` of `folder` with its number, in order, regardless of its content."""
-    return _matching_folders(folder, _STEP)
+    return _matching_folders(folder, STEP)
 
 
 def newest_below(path: Path) -> Path | None:
     """Return the newest step in `path`, or else in a folder of `path`; None if there is none."""
     for pattern in (f"step-*/{MANIFEST}", f"*/step-*/{MANIFEST}"):
         folders = [manifest.parent for manifest in path.glob(pattern)]
-        steps = [(int(m[1]), folder) for folder in folders if (m := _STEP.fullmatch(folder.name))]
+        steps = [(int(m[1]), folder) for folder in folders if (m := STEP.fullmatch(folder.name))]
         if steps:
             return max(steps)[1]
     return None
@@ -263,10 +263,10 @@ def is_inside(name: str) -> bool:
 def nonfinite_states(folder: Path) -> list[Path]:
     """Return every `step-N.nonfinite` of `folder`, ordered by number."""
     candidates = [
-        (_STEP.fullmatch(path.name.removesuffix(NONFINITE)), path)
+        (step_number(path.name.removesuffix(NONFINITE)), path)
         for path in folder.glob(f"*{NONFINITE}")
     ]
-    states = sorted((int(match[1]), path) for match, path in candidates if match)
+    states = sorted((step, path) for step, path in candidates if step is not None)
     return [path for _, path in states]
 
 
@@ -323,13 +323,13 @@ def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:
 
 
 def stale_stages(folder: Path) -> list[Path]:
-    """Return the staged steps of a checkpoint folder, of interrupted and of running saves."""
+    """Return the staged steps of a checkpoint folder, interrupted or still being written."""
     parents = (folder, folder / HF_EXPORTS)
     return [path for parent in parents for path in parent.glob("step-*.tmp-*")]
 
 
 def remove_stale_stages(folder: Path) -> list[Path]:
-    """Remove staged steps of interrupted saves. Call it only while holding the folder's lock."""
+    """Remove staged steps of killed runs. Call it only while holding the folder's lock."""
     stale = stale_stages(folder)
     for path in stale:
         shutil.rmtree(path, ignore_errors=True)

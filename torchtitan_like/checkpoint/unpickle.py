@@ -4,10 +4,11 @@ A pickle may import and call any function, so loading one can run a program. Onl
 `dcp_metadata.py` unpickle files (docs/guides/security.md, "What is trusted"). This one reads:
 
 * `.metadata` of torch.distributed.checkpoint: a pickle of the classes in `TORCH_TYPES`.
-* What `torch.save` writes (`.pt` files, items of a DCP file): torch reads it with `weights_only`.
+* Files and items that `torch.save` writes (`.pt` files, items of a DCP file): torch reads them
+  with `weights_only`.
 
 torch's own `FileSystemReader` and `DefaultLoadPlanner` unpickle without a list. Use `CheckedReader`
-and `CheckedPlanner` in their place.
+and `CheckedPlanner` instead.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def load_metadata(content: bytes | bytearray, file: Path, *, trust: bool = False
 def load_saved(
     source: Path | IO[bytes], file: Path, *, trust: bool = False, mmap: bool = False
 ) -> Any:
-    """Load what `torch.save` wrote: tensors and plain Python values, on the CPU.
+    """Load data that `torch.save` wrote: tensors and plain Python values, on the CPU.
 
     file: its path, for messages. trust: allow any global. Raises CheckpointError if it uses another
     class, DamagedError if it cannot be read.

@@ -73,19 +73,19 @@ def load_upcycled(
     elif start.format == "hf":
         from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
-        source = votes.leader_does(lambda: open_safetensors(path, quantized=quantized))
+        source = votes.run_on_leader(lambda: open_safetensors(path, quantized=quantized))
         dense_rows = spec.hf_names(upcycling.dense_args)
     elif start.format == "dcp" and spec.meta_names is not None:
         from torchtitan_like.checkpoint.hf.foreign import open_dcp
 
-        source = votes.leader_does(lambda: open_dcp(path))
+        source = votes.run_on_leader(lambda: open_dcp(path))
         dense_rows = spec.meta_names(upcycling.dense_args)
     else:
         raise CheckpointError(
             f"{KEY} = true, but {path} holds Meta's consolidated.*.pth files. Expected a native "
             "step, a checkpoint of TorchTitan, or Hugging Face safetensors. Convert it first"
         )
-    num_layers = votes.leader_does(lambda: _check_sizes(source, dense_rows, upcycling, args))
+    num_layers = votes.run_on_leader(lambda: _check_sizes(source, dense_rows, upcycling, args))
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(upcycling.dense_args)):
             logger.warning(line)
@@ -207,7 +207,7 @@ def _open_step(path: Path, reader: StorageReader, votes: Votes) -> StepSource:
         wait_until_visible(path / METADATA)
         return reader.read_metadata()
 
-    metadata = votes.all_do(read)
+    metadata = votes.run_on_all(read)
     stored = {
         name.removeprefix(PREFIX): TensorInfo(tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()

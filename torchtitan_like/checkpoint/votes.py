@@ -22,22 +22,22 @@ class Votes:
         self.group = group
         self.is_leader = group.rank == 0
 
-    def all_do(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Run `action` on every rank. Returns the result of this rank.
 
         If any rank fails, raises on every rank: DamagedError if all errors are, else
         CheckpointError.
         """
         # Without this exchange, peers would wait for a failed rank in the next collective.
-        return self.group.all_do(lambda: _run(action, self.group.rank), _merge)
+        return self.group.run_on_all(lambda: _run(action, self.group.rank), _merge)
 
     def gather(self, action: Callable[[], T]) -> list[T]:
-        """Run `action` as `all_do`. Returns the results of all ranks in rank order."""
-        return self.group.gather_objects(self.all_do(action))
+        """Run `action` as `run_on_all`. Returns the results of all ranks in rank order."""
+        return self.group.gather_objects(self.run_on_all(action))
 
-    def leader_does(self, action: Callable[[], T]) -> T:
+    def run_on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0. All ranks return its result or raise its error."""
-        return self.group.leader_does(lambda: _run(action, 0))
+        return self.group.run_on_leader(lambda: _run(action, 0))
 
 
 def _run(action: Callable[[], T], rank: int) -> T:

@@ -2,13 +2,12 @@
 
 A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the
 exit code. Only the module of the chosen sub-command is imported. This package parses arguments and
-prints output; other rooms do the work.
+prints output; other packages do the work.
 """
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import signal
 import sys
@@ -17,6 +16,7 @@ from typing import NamedTuple
 
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
+from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
 HELP = ("--help", "-h", "help")
@@ -102,6 +102,7 @@ RUN = (
     Command(
         "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
     ),
+    Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
     Command(
         "run replay",
         "Inspect",
@@ -123,7 +124,7 @@ SLURM = (
     Command(
         "slurm watchdog",
         "Watch",
-        "check once whether a job lives, a log grows and disk is left",
+        "check once that a job runs, a log grows and a disk has space",
         "slurm.watchdog",
     ),
     Command("slurm before", "In train.slurm", "print the step to continue from", "slurm.before"),
@@ -143,7 +144,7 @@ COMMANDS = (
     Command(
         "download", "Data and models", "download a model from the Hugging Face Hub", "download"
     ),
-    Command("run", "Runs", "list, watch, compare, replay, save or stop runs", verbs=RUN),
+    Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command(
@@ -153,8 +154,9 @@ COMMANDS = (
         verbs=CKPT,
     ),
     Command(
-        "generate", "Checkpoints", "continue a prompt with the model of a checkpoint", "generate"
+        "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
     ),
+    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "eval"),
     Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 
@@ -252,10 +254,10 @@ def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
     names = [*(command.name.split()[-1] for command in commands), "--help"]
     if commands is COMMANDS:
         names.append("--version")
-    similar = difflib.get_close_matches(name, names, n=1)
+    similar = nearest(name, names)
     remedy = f"Run `{prog} --help` for the list."
     if similar:
-        remedy = f"Did you mean `{prog} {similar[0]}`?"
+        remedy = f"Did you mean `{prog} {similar}`?"
     return f"{prog}: there is no command {name!r}. {remedy}"
 
 

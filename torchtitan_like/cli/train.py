@@ -26,10 +26,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
-        "A name in [brackets] is the environment variable that counts where the option is not given.\n"
-        "One process trains without torchrun, several under it. Returns 0 when the run is done, 78 for a\n"
-        "configuration that cannot work (nothing is started), 1 after a crash, and otherwise the code in\n"
-        "the run folder's exit.json.\n\n"
+        "A name in [brackets] is the environment variable that is used if the option is not given.\n"
+        "One process trains without torchrun, several under it. Returns 0 when the run is done, 1 after a\n"
+        "crash, and 78 for a configuration that cannot work (nothing is started). Otherwise, returns the\n"
+        "code in the run folder's exit.json.\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple, get_args, get_origin
 from torchtitan_like.config.aliases import current_path
 from torchtitan_like.config.fields import Path, Setting, all_settings, find
 from torchtitan_like.config.layers import Layer, parse_toml
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import Problem
 from torchtitan_like.util.credentials import MASK, is_secret_name, mask_text
+from torchtitan_like.util.suggestions import did_you_mean
 
 ORIGIN = "command line"
 _BOOLEANS = {"true": True, "false": False}
@@ -198,7 +199,9 @@ def suggest_key(key: str) -> str:
     keys = [setting.key for setting in all_settings()]
     name = key.rsplit(".", 1)[-1]
     same_name = [candidate for candidate in keys if candidate.rsplit(".", 1)[-1] == name]
+    # optimizer.lr is meant more often than optimizer.groups.<name>.lr.
+    same_name = [candidate for candidate in same_name if "<name>" not in candidate] or same_name
     if same_name:
         names = " or ".join(f'"{candidate}"' for candidate in same_name[:3])
         return f"did you mean {names}?"
-    return nearest(key, keys)
+    return did_you_mean(key, keys)

@@ -42,7 +42,8 @@ titan check llama3_8b.toml --world-size 64
 ```
 
 The command prints the resolved configuration (exit code 0) or all problems at once (exit code 78). With `--training` it is
-as strict as training: files must exist, and requests for features that are not available yet are errors instead of warnings.
+as strict as training: missing files, too few micro-batches for a pipeline schedule, and requests for features that are not
+available yet are errors instead of warnings.
 
 ## Precedence
 

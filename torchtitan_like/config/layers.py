@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any
 
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import Problem
 from torchtitan_like.util.bundle import TRAIN_CONFIGS, find_config
 from torchtitan_like.util.reading import read_file
+from torchtitan_like.util.suggestions import did_you_mean
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,7 +90,7 @@ def _read(path: FilePath, extended_by: str) -> tuple[dict[str, Any], Problem | N
         bundled = [file.name for file in TRAIN_CONFIGS.glob("*.toml")] if is_name else []
         content = f"{folder}/ contains: {', '.join(names[:12])}"
         remedy = content if names else f"there is no TOML file in {folder}/"
-        remedy = nearest(path.name, [*names, *bundled]) or remedy
+        remedy = did_you_mean(path.name, [*names, *bundled]) or remedy
         return {}, Problem(key, str(path), "an existing file", remedy, origin)
     except UnicodeDecodeError as error:
         expected = f"UTF-8 text; byte {error.start} is not UTF-8"

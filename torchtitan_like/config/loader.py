@@ -16,9 +16,10 @@ from torchtitan_like.config.arguments import ORIGIN as COMMAND_LINE
 from torchtitan_like.config.arguments import parse_arguments, suggest_key, wants_help
 from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, merge, read_files
-from torchtitan_like.config.problems import ConfigError, Problem, nearest
+from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.util.modules import is_file_name
+from torchtitan_like.util.suggestions import did_you_mean
 
 # Path components of pydantic errors that are no keys: for the names of tables, and for unions.
 _NO_KEYS = ("[key]", "int", "float")
@@ -219,7 +220,7 @@ def _suggest_value(expected: str, choices: tuple[str, ...], value: Any) -> str:
     if isinstance(value, str):
         word = value.strip().lower()
         if choices:
-            return nearest(value, choices)
+            return did_you_mean(value, choices)
         is_decimal = word.lstrip("+-").isdecimal()
         if _is_number(word) and expected.startswith("an integer") and not is_decimal:
             return f"write {int(float(word))}" if float(word).is_integer() else ""
@@ -249,7 +250,7 @@ def _describe_unknown(path: Path, value: Any, origin: str) -> Problem:
     key = ".".join(path)
     parent = path[:-1]
     siblings = names_at(parent)
-    remedy = nearest(path[-1], siblings, prefix="".join(f"{name}." for name in parent))
+    remedy = did_you_mean(path[-1], siblings, prefix="".join(f"{name}." for name in parent))
     if isinstance(value, dict) and not parent:
         remedy = remedy or "sections are: " + ", ".join(siblings)
         return Problem(key, None, "a known section", remedy, origin)

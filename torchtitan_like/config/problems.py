@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -129,13 +128,3 @@ def show(value: object) -> str:
     else:
         text = str(value)
     return text if len(text) <= 120 else text[:117] + "..."
-
-
-def nearest(word: str, candidates: Iterable[str], prefix: str = "") -> str:
-    """Return the remedy for a misspelled name (`did you mean "steps"?`), or "".
-
-    prefix: of the suggested name in the remedy.
-    """
-    names = {name.lower(): name for name in candidates}
-    matches = difflib.get_close_matches(word.lower(), list(names), n=1, cutoff=0.65)
-    return f'did you mean "{prefix}{names[matches[0]]}"?' if matches else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,20 @@ class JobConfig(Section):
     def is_set(self, key: str) -> bool:
         """Return True if the user wrote the dotted key, or one below it, whatever its value."""
         return self.origin_of(key) != "default"
+
+    def with_sizes(self, flavor: str, args: Mapping[str, Any], origin: str) -> JobConfig:
+        """Return the configuration with the flavor and sizes that `origin` gives to the model.
+
+        Written settings of [model.args] override them.
+        """
+        model = self.model.model_copy(
+            update={"flavor": flavor, "args": {**args, **self.model.args}}
+        )
+        config = self.model_copy(update={"model": model})
+        sizes = {f"model.args.{name}": origin for name in args}
+        config._origins = {**sizes, **self._origins, "model.flavor": origin}
+        config._layers = (origin, *self._layers)
+        return config
 
     def locate(self, problem: Problem) -> Problem:
         """Add the value of a problem's setting, and the origin of the first written setting."""

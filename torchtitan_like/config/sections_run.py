@@ -252,7 +252,7 @@ class Resilience(Section):
     )
     spike_window: int = field(
         128,
-        "Steps over which the z-score is computed. The first steps of a run are not judged.",
+        "Steps over which the z-score is computed. The first steps of a run are not checked.",
         gt=7,
         needs=DETECTING_SPIKES,
     )
@@ -265,7 +265,7 @@ class Resilience(Section):
     replica_check_freq: int = field(
         100,
         "Compare the weights of data-parallel replicas bit for bit, at the first log step after "
-        "this many steps and before each save. Different replicas end the run with exit code 70. "
+        "this many steps and before each checkpoint. Different replicas end the run with exit code 70. "
         "0: never.",
         ge=0,
     )

@@ -80,14 +80,13 @@ class Parallelism(Section):
     )
     pipeline_parallel_first_stage_less_layers: int = field(
         1,
-        "By how many layers the first stage is smaller than the others, to balance the embedding.",
+        "Number of layers that the first stage has fewer than the others, to balance the embedding.",
         ge=0,
         needs=(PIPELINE, EVEN_STAGES),
     )
     pipeline_parallel_last_stage_less_layers: int = field(
         1,
-        "By how many layers the last stage is smaller than the others, to balance the output "
-        "layer.",
+        "Number of layers that the last stage has fewer than the others, to balance the output layer.",
         ge=0,
         needs=(PIPELINE, EVEN_STAGES),
     )
@@ -149,7 +148,6 @@ class Parallelism(Section):
         1,
         "Ranks over which each expert is sharded: 1, or tensor_parallel_degree.",
         gt=0,
-        needs=EXPERT,
     )
     expert_parallel_comm_backend: Literal["standard", "deepep"] = field(
         "standard",
@@ -162,12 +160,11 @@ class Parallelism(Section):
             "expert-tensor-parallel-degree",
             "expert_tensor_parallel_degree",
             lambda section: (
-                section.expert_parallel_degree > 1
-                and section.expert_tensor_parallel_degree not in (1, section.tensor_parallel_degree)
+                section.expert_tensor_parallel_degree not in (1, section.tensor_parallel_degree)
             ),
             lambda section: f"1 or tensor_parallel_degree = {section.tensor_parallel_degree}",
             "set it to 1 to keep experts whole",
-            ("tensor_parallel_degree", "expert_parallel_degree"),
+            ("tensor_parallel_degree",),
         ),
         Rule(
             "csv-of-named-schedule",
@@ -244,7 +241,8 @@ class Checkpoint(Section):
     initial_load_model_only: bool = field(
         True,
         "Load only the weights of initial_load_path; optimizer, schedule and data start anew. "
-        "false: continue the run of that full checkpoint, from its step, in a folder of its own.",
+        "false: continue the run of that full checkpoint, from its step, in a folder of its own. "
+        "It may be a checkpoint of TorchTitan 0.2.",
         needs=(Need("initial_load_path", "{key}", lambda path, _: bool(path)), *LOADING_INITIAL),
     )
     initial_load_in_hf: bool = field(
@@ -310,7 +308,7 @@ class Checkpoint(Section):
     )
     on_save_error: Literal["stop", "continue"] = field(
         "stop",
-        "After a failed save, or a failed write to another file of the run. stop: end with exit "
+        "After a failed checkpoint, or a failed write to another file of the run. stop: end with exit "
         "code 74. continue: try again later; the last checkpoint of a run must succeed.",
         needs=SAVING,
     )

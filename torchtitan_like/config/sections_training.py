@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -18,17 +19,23 @@ from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
+# A name that users give to a table, such as a dataset in [data.sources.<name>].
+TableName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
 
 class Model(Section):
     """The model and its size."""
 
     facts: ClassVar[Facts] = Facts(affects="model")
 
-    name: str = field("llama3", "Registered name of the model.")
+    name: str = field(
+        "llama3",
+        "Registered name of the model. hf takes its sizes from config.json in model.hf_assets_path.",
+    )
     flavor: str = field(
         "debugmodel",
         "Size of the model, e.g. debugmodel, 1B, 3B, 8B, 70B, 405B for llama3. "
-        "docs/guides/models.md lists all.",
+        "docs/guides/models.md lists all. With hf, config.json sets it.",
     )
     hf_assets_path: HomePath = field(
         TOKENIZER_IN_REPOSITORY,
@@ -73,18 +80,65 @@ class Model(Section):
         return self.tokenizer_path or self.assets_folder
 
 
+OptimizerName = Literal["Adam", "AdamW", "Lion", "Muon"]
+
+
+def _in_use(*names: OptimizerName) -> Need:
+    """Return the need for one of these optimizers, in `[optimizer]` or in a group."""
+    return Need(
+        "name",
+        f"{one_of('name', *names).condition}, there or in a group",
+        lambda _, config: not config.optimizer.names.isdisjoint(names),
+    )
+
+
+_ADAM_IN_USE = _in_use("Adam", "AdamW")
+_HAS_BFLOAT16 = Need(
+    "training.dtype",
+    '{key} or optimizer.state_dtype = "bfloat16"',
+    lambda dtype, config: "bfloat16" in (dtype, config.optimizer.state_dtype),
+)
+
+
+class OptimizerGroup(Section):
+    """Parameters with their own optimizer, learning rate or weight decay."""
+
+    facts: ClassVar[Facts] = Facts(affects="optimizer")
+
+    parameters: list[str] = field(
+        description='Patterns of parameter names, e.g. ["tok_embeddings.*", "output.*"]. Each must '
+        "match a parameter, and a parameter may match only one group.",
+        min_length=1,
+    )
+    name: OptimizerName | None = field(None, "Optimizer. Unset: optimizer.name.")
+    lr: float | None = field(
+        None, "Peak learning rate. The schedule multiplies it. Unset: optimizer.lr.", gt=0
+    )
+    weight_decay: float | None = field(None, "Weight decay. Unset: optimizer.weight_decay.", ge=0)
+
+
 class Optimizer(Section):
     """The optimizer."""
 
     facts: ClassVar[Facts] = Facts(affects="optimizer")
 
-    name: Literal["Adam", "AdamW"] = field(
-        "AdamW", "Optimizer: Adam or AdamW (decoupled weight decay)."
+    name: OptimizerName = field(
+        "AdamW",
+        "Optimizer: Adam; AdamW (decoupled weight decay); Lion; Muon for the matrices of hidden layers, "
+        "with AdamW for all other parameters.",
     )
     lr: float = field(8e-4, "Peak learning rate. The schedule multiplies it.", gt=0)
-    beta1: float = field(0.9, "Decay of the running mean of gradients.", ge=0, lt=1)
-    beta2: float = field(0.95, "Decay of the running mean of squared gradients.", ge=0, lt=1)
-    eps: float = field(1e-8, "Added to the denominator of the update.", gt=0)
+    beta1: float = field(
+        0.9, "Adam's decay of the running mean of gradients.", ge=0, lt=1, needs=_ADAM_IN_USE
+    )
+    beta2: float = field(
+        0.95,
+        "Adam's decay of the running mean of squared gradients.",
+        ge=0,
+        lt=1,
+        needs=_ADAM_IN_USE,
+    )
+    eps: float = field(1e-8, "Added to the denominator of Adam's update.", gt=0, needs=_ADAM_IN_USE)
     weight_decay: float = field(
         0.1, "Weight decay. AdamW multiplies it with the learning rate.", ge=0
     )
@@ -103,8 +157,82 @@ class Optimizer(Section):
         [],
         'Patterns of parameter names without weight decay, e.g. ["*norm*", "tok_embeddings.*"]. '
         "Each pattern must match a parameter.",
-        needs=above(0, "weight_decay"),
+        needs=Need(
+            "weight_decay", "{key} > 0", lambda _, config: config.optimizer.has_weight_decay
+        ),
     )
+    state_dtype: Literal["bfloat16", "float32", "float64"] | None = field(
+        None,
+        "Type of the running means of Adam, AdamW and Lion. Unset: training.dtype.",
+    )
+    bf16_rounding: Literal["nearest", "stochastic", "kahan"] = field(
+        "nearest",
+        "How Adam, AdamW and Lion round to bfloat16. stochastic: weights and states, up or down so "
+        "that the expectation is exact. kahan: keep the rounding error of the weights in a further "
+        "bfloat16 state.",
+        needs=_HAS_BFLOAT16,
+    )
+    lion_beta1: float = field(
+        0.9, "Weight of Lion's running mean in the update.", ge=0, lt=1, needs=_in_use("Lion")
+    )
+    lion_beta2: float = field(
+        0.99, "Decay of Lion's running mean of gradients.", ge=0, lt=1, needs=_in_use("Lion")
+    )
+    muon_momentum: float = field(
+        0.95, "Decay of Muon's momentum.", ge=0, lt=1, needs=_in_use("Muon")
+    )
+    muon_nesterov: bool = field(True, "Nesterov's momentum for Muon.", needs=_in_use("Muon"))
+    muon_ns_steps: int = field(
+        5,
+        "Steps of the Newton-Schulz iteration that orthogonalizes Muon's momentum.",
+        gt=0,
+        lt=100,
+        needs=_in_use("Muon"),
+    )
+    muon_eps: float = field(
+        1e-7, "Smallest norm by which Muon divides a matrix.", gt=0, needs=_in_use("Muon")
+    )
+    muon_adjust_lr_fn: Literal["original", "match_rms_adamw"] = field(
+        "original",
+        "Factor of Muon's learning rate for a matrix. original: sqrt(max(1, rows / columns)). "
+        "match_rms_adamw: 0.2 sqrt(max(rows, columns)), with which AdamW's learning rate and "
+        "weight decay fit Muon.",
+        needs=_in_use("Muon"),
+    )
+    muon_dtype: Literal["bfloat16", "float32", "float64"] = field(
+        "bfloat16", "Type in which Muon orthogonalizes.", needs=_in_use("Muon")
+    )
+    groups: dict[TableName, OptimizerGroup] = field(
+        {}, "Parameters with settings of their own, one table per name."
+    )
+
+    @property
+    def names(self) -> set[str]:
+        """The optimizers in use. Muon's other parameters have AdamW."""
+        names = {self.name, *(group.name for group in self.groups.values() if group.name)}
+        return names | {"AdamW"} if "Muon" in names else set(names)
+
+    @property
+    def has_weight_decay(self) -> bool:
+        """True if the weight of some parameters decays."""
+        return any((self.weight_decay, *(group.weight_decay for group in self.groups.values())))
+
+    def settings_of(self, group: str) -> OptimizerGroup:
+        """Return the settings of a group, with those of this section where they are unset.
+
+        "" is the group of the parameters that match no pattern.
+        """
+        own = self.groups[group].model_dump(exclude_none=True) if group else {"parameters": ["*"]}
+        settings = {"name": self.name, "lr": self.lr, "weight_decay": self.weight_decay}
+        return OptimizerGroup(**(settings | own))
+
+    def groups_of(self, parameter: str) -> list[str]:
+        """Return the names of the groups that a parameter's name matches: at most one is valid."""
+        return [
+            name
+            for name, group in self.groups.items()
+            if any(fnmatchcase(parameter, pattern) for pattern in group.parameters)
+        ]
 
 
 class LRScheduler(Section):
@@ -373,9 +501,6 @@ class DataSource(Section):
     )
 
 
-SourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
-
-
 class Data(Section):
     """Datasets, and how their documents become samples."""
 
@@ -388,7 +513,7 @@ class Data(Section):
         'format = "tokens" reads token ids without changes',
     )
 
-    sources: dict[SourceName, DataSource] = field({}, "The training datasets, one table per name.")
+    sources: dict[TableName, DataSource] = field({}, "The training datasets, one table per name.")
     cache_folder: HomePath | None = field(
         None,
         "Folder of the token cache. Unset: .token_cache/ next to the dataset, or the user's cache "
@@ -419,7 +544,7 @@ class Data(Section):
     )
     on_bad_record: Literal["error", "skip"] = field(
         "error",
-        "For a line or row without readable text. error: end the run and report its position. "
+        "Handling of a line or row without readable text. error: end the run and report its position. "
         "skip: leave it out and count it.",
         needs=READING_TEXT,
     )
@@ -486,9 +611,7 @@ class Validation(Section):
         -1, "Batches of local_batch_size samples, over all ranks. -1: read the whole dataset once."
     )
     dataloader: DataLoader = field(DataLoader(), "Worker processes of the validation dataset.")
-    sources: dict[SourceName, DataSource] = field(
-        {}, "The validation datasets, one table per name."
-    )
+    sources: dict[TableName, DataSource] = field({}, "The validation datasets, one table per name.")
 
     rules: ClassVar[tuple[Rule[Validation], ...]] = (
         Rule(

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan_like.config.datasets import datasets_for
-from torchtitan_like.config.problems import nearest
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 from torchtitan_like.data.batches.training import StepPositions, TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
@@ -51,6 +50,7 @@ from torchtitan_like.data.tokens.token_cache import (
 from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.suggestions import did_you_mean
 
 logger = logging.getLogger()
 
@@ -97,13 +97,13 @@ def build_train_batches(
 
     def samples_of(one: NamedSource) -> PackedSamples | StreamedSamples:
         if one.source.streaming:
-            return ranks.all_do(
+            return ranks.run_on_all(
                 lambda: _stream(
                     one, training.seq_len, data, tokenizer, dump_folder, seed, makes_windows_ahead
                 )
             )
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        return ranks.all_do(lambda: pack(tokens, training.seq_len, data, dump_folder))
+        return ranks.run_on_all(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
     sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
@@ -160,8 +160,8 @@ def build_validation_sets(
     """Return this rank's batches of each validation dataset by name ("" if there is only one).
 
     A collective: builds missing token caches. Empty if validation is disabled. `validation.steps`
-    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole text). The samples
-    are therefore the same on every layout. Raises DataError as `build_train_batches` does.
+    counts batches of ``local_batch_size`` samples over all ranks (-1: the whole dataset). The
+    samples are therefore the same on every layout. Raises DataError as `build_train_batches` does.
     """
     if not validation.enable:
         return {}
@@ -170,7 +170,7 @@ def build_validation_sets(
     ranks = group or HostGroup.alone()
     for one in named:
         tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
-        samples = ranks.all_do(
+        samples = ranks.run_on_all(
             functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
         )
         logger.info(f"validation data {one.key or validation.dataset_path or one.name} {samples}")
@@ -205,7 +205,7 @@ def resolve_sources(
         table = "data.sources" if name == "training" else "validation.sources"
         hints = [
             f"expected one of {', '.join(datasets)}",
-            nearest(dataset, datasets),
+            did_you_mean(dataset, datasets),
             f"give your own text as {name}.dataset_path or in [{table}.<name>]",
         ]
         raise DataError(f"{name}.dataset is {dataset!r}: {'; '.join(filter(None, hints))}")
@@ -257,7 +257,7 @@ def _tokens(
     group: HostGroup,
     is_recorder: bool = True,
 ) -> TokenFile:
-    """Open the tokens of a source. Tokenize its text first if it is not in the cache."""
+    """Open the tokens of a source. Tokenize its documents first if they are not in the cache."""
     source = named.source
     folders: dict[str, Any] = {"cache_folder": data.cache_folder, "dump_folder": dump_folder}
     if source.format == "tokens":
@@ -315,9 +315,9 @@ def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy
 def _supply(named: NamedSource, samples: PackedSamples | StreamedSamples) -> Supply:
     if not samples.num_labels:
         raise DataError(
-            f"the text {named.name} {samples} has no labels: each document has only one token. "
+            f"the source {named.name} {samples} has no labels: each document has only one token. "
             "Expected longer documents, because data.mask_document_starts ignores first tokens: "
-            "check the text, or set data.mask_document_starts = false"
+            "check the source, or set data.mask_document_starts = false"
         )
     return Supply(
         named.key,

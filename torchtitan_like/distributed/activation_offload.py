@@ -1,7 +1,7 @@
 """Offload the activations that blocks save for backward to host memory.
 
-`torch.autograd.graph.save_on_cpu` would also copy the weights, copy a tensor once for each
-operation that saves it, and change its strides, which can change the rounding of a product. Here
+`torch.autograd.graph.save_on_cpu` would also copy the weights, and copy a tensor once for each
+operation that saves it. It would change strides, which can change the rounding of a product. Here
 each storage is copied once, unchanged. Copies from a GPU use pinned memory and the current stream,
 so that the host does not wait for them.
 """
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from torchtitan_like.util.host_memory import GIB, available_bytes
+from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.units import GIB
 
 SMALLEST = 1024  # bytes; smaller storages stay on the device
 _PLAIN = (Tensor, nn.Parameter)
@@ -38,7 +39,7 @@ class ActivationOffload:
         for block in blocks:
             self._wrap_forward(block)
         return (
-            "Applied activation offload to the model: each block's activations wait in host memory"
+            "Applied activation offload to the model: blocks keep their activations in host memory"
         )
 
     def _wrap_forward(self, block: nn.Module) -> None:

@@ -24,7 +24,7 @@ GATHER, SCATTER, REDUCE = (
 
 
 class _BucketKey(NamedTuple):
-    """What collectives must have in common to be merged."""
+    """Properties that collectives must share to be merged."""
 
     block: str
     kind: Any

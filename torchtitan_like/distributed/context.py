@@ -40,8 +40,8 @@ class ContextParallel:
         "ring" rotates them while it computes; "ulysses" gives each rank some heads of the whole
         sequence.
     load_balancer: "headtail" gives a rank a chunk from the start of each sequence and its mirror
-        image from the end, since late tokens attend to more keys. None: contiguous tokens. Ulysses
-        is balanced without it and always uses contiguous tokens.
+        image from the end. This balances the work, since late tokens attend to more keys. None:
+        contiguous tokens. Ulysses is balanced without it and always uses contiguous tokens.
     """
 
     def __init__(

@@ -33,7 +33,12 @@ def needs_wrapping(
     dims: ParallelDims, dtype: str, mixed_precision_param: str, cpu_offload: bool
 ) -> bool:
     """Return False if one data-parallel rank holds the whole model in the compute dtype."""
-    return dims.dp * dims.cp > 1 or dims.ep > 1 or dtype != mixed_precision_param or cpu_offload
+    return (
+        dims.dp * dims.cp > 1
+        or dims.has_experts_mesh
+        or dtype != mixed_precision_param
+        or cpu_offload
+    )
 
 
 def apply_data_parallel(
@@ -52,8 +57,8 @@ def apply_data_parallel(
 ) -> str:
     """Shard or replicate `model` in place: one group per block, one for the head, one for the rest.
 
-    experts_mesh: mesh of the experts; None without expert parallelism. A block's experts are then
-        a second group of the same FSDP module.
+    experts_mesh: mesh of the experts, which are then a second group of a block's FSDP module; None
+        if they are sharded like the other weights.
     reshard: "always" frees gathered weights after every forward. "default" keeps the weights
         of the head and of the outermost group, which backward needs first; with pipelines it keeps all, since
         each micro-batch would gather them again. "never" keeps all.
@@ -144,14 +149,14 @@ def _place_experts(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> Calla
     num_shards = mesh["efsdp"].size()
     experts = {id(parameter) for parameter in expert_parameters(model, spec).values()}
 
-    def place(parameter: Any) -> Any:
+    def shard_placement(parameter: Any) -> Any:
         if id(parameter) not in experts:
             return None
         num_experts, size, *_ = parameter.to_local().shape
         splits_matrices = num_experts < num_shards and size % num_shards == 0
         return ShardPlacementResult(Shard(int(splits_matrices)), info)
 
-    return place
+    return shard_placement
 
 
 def prefetch_blocks(blocks: Sequence[Any], depth: int) -> None:
@@ -183,7 +188,7 @@ class GradientSync:
 
     def __init__(self, model: nn.Module, dims: ParallelDims) -> None:
         self._root: Any = model if hasattr(model, "set_requires_gradient_sync") else None
-        self._replicated = dims.dp_shard * dims.cp == 1
+        self._replicated = dims.dp_shard * dims.cp == 1 and not dims.has_experts_mesh
         self._is_last = True  # the initial state of FSDP2
 
     def prepare(self, is_last: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ class ParallelDims:
 
     ep: ranks over which the experts are distributed. They are ranks of dp_shard x cp x tp.
     expert_tp: ranks over which each expert's hidden units are sharded: 1 or `tp`.
+    has_experts_mesh: experts are sharded over other dimensions than the other weights.
     loss_at_first: the pipeline's first rank has both the first and the last stage (V schedules).
     """
 
@@ -34,6 +36,7 @@ class ParallelDims:
     pp: int = 1
     ep: int = 1
     expert_tp: int = 1
+    has_experts_mesh: bool = False
     loss_at_first: bool = False
 
     @property
@@ -47,7 +50,7 @@ class ParallelDims:
         return shape or {"dp_shard": 1}
 
     def layout(self) -> dict[str, int]:
-        """Return `mesh_shape` and, if above one, the degrees that borrow its ranks."""
+        """Return `mesh_shape` and, if above one, the degrees that use the same ranks."""
         borrowed = {"ep": self.ep, "expert_tp": self.expert_tp}
         return self.mesh_shape() | {name: size for name, size in borrowed.items() if size > 1}
 
@@ -67,7 +70,7 @@ class ParallelDims:
         }
 
     def experts_shape(self) -> dict[str, int]:
-        """Return the mesh on which experts are placed if `ep` is above 1.
+        """Return the mesh on which experts are placed if `has_experts_mesh`.
 
         `ep` neighbors have different experts. These are sharded over the other ranks of
         dp_shard x cp x tp under the name `efsdp`, which has a size of at least 1. With `expert_tp`,
@@ -130,11 +133,12 @@ def _build_mesh(device_type: str, shape: dict[str, int]) -> DeviceMesh:
 
 
 def resolve_degrees(
-    parallelism: Parallelism, world_size: int
+    parallelism: Parallelism, world_size: int, *, has_experts: bool
 ) -> tuple[ParallelDims | None, list[str]]:
     """Resolve `data_parallel_shard_degree = -1` and check the product of all degrees.
 
-    Returns the dims and no problems, or None and one sentence per problem.
+    has_experts: whether the model has experts. Returns the dims and no problems, or None and one
+    sentence per problem.
     """
     degrees = {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -151,12 +155,31 @@ def resolve_degrees(
         product = fixed * degrees["dp_shard"]
         return None, [f"{formula} = {product}, but the world has {world_size} ranks"]
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
-    ep = parallelism.expert_parallel_degree
     dims = ParallelDims(
         world_size=world_size,
         loss_at_first=at_first,
-        ep=ep,
-        expert_tp=parallelism.expert_tensor_parallel_degree if ep > 1 else 1,
+        ep=parallelism.expert_parallel_degree if has_experts else 1,
+        expert_tp=parallelism.expert_tensor_parallel_degree if has_experts else 1,
+        has_experts_mesh=has_experts and needs_experts_mesh(parallelism, degrees),
         **degrees,
     )
     return dims, []
+
+
+def needs_experts_mesh(parallelism: Parallelism, degrees: Mapping[str, int]) -> bool:
+    """Return True if experts are sharded over other dimensions than the other weights.
+
+    With sequence parallelism, tensor-parallel ranks route different tokens. For experts they are
+    data-parallel ranks, so FSDP2 shards the experts over them too, also without expert parallelism.
+
+    degrees: by the names in `MESH_ORDER`.
+    """
+    if parallelism.expert_parallel_degree > 1 or parallelism.expert_tensor_parallel_degree > 1:
+        return True
+    shards_weights = degrees["dp_shard"] * degrees["cp"] > 1 or degrees["dp_replicate"] == 1
+    return (
+        degrees["tp"] > 1
+        and parallelism.enable_sequence_parallel
+        and parallelism.data_parallel_impl == "fsdp2"
+        and shards_weights
+    )

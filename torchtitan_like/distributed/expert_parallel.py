@@ -1,4 +1,4 @@
-"""Expert parallelism: each rank has some of the experts, and tokens travel to them.
+"""Expert parallelism: each rank has some of the experts, and tokens are sent to them.
 
 A mixture of experts sorts its tokens' copies (*rows*) by expert. Here an all-to-all sends each row
 to the rank that has its expert, and a second one sends the result back. No row is padded or
@@ -59,7 +59,7 @@ def apply_expert_parallel(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -
     """Shard the experts of a model on meta over `mesh`, in place; return lines for the log.
 
     mesh: the dimensions of EXPERTS_DIMS that exist. With "expert_tp", each expert's hidden units
-        are sharded too.
+        are sharded too. If "ep" has one rank, no rows are exchanged.
 
     Raises ValueError if a degree does not divide the number of experts or of hidden units.
     """
@@ -84,15 +84,16 @@ def apply_expert_parallel(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -
         view_parameter(module, name, view)
         owners.add(owner)
     for owner in sorted(owners):
-        exchange_with_owners(model.get_submodule(owner), group)
+        if group.size() > 1:
+            exchange_with_owners(model.get_submodule(owner), group)
         if splits_hidden:
             gather_tokens(model.get_submodule(owner), mesh.get_group("expert_tp"))
-    if not owners:  # a pipeline stage without experts
+    degrees = [f"experts over {group.size()} ranks"] if group.size() > 1 else []
+    if splits_hidden:
+        degrees.append(f"each expert's hidden units over {mesh['expert_tp'].size()} ranks")
+    if not owners or not degrees:  # a pipeline stage without experts, or FSDP2 alone shards them
         return []
-    tensor_parallel = (
-        f", each expert's hidden units over {mesh['expert_tp'].size()}" if splits_hidden else ""
-    )
-    return [f"Applied Expert Parallelism to the model (over {group.size()} ranks{tensor_parallel})"]
+    return [f"Applied Expert Parallelism to the model ({', '.join(degrees)})"]
 
 
 def _check_even(

@@ -1,7 +1,7 @@
 """float8 in linear layers: torchao's `Float8Linear` replaces `nn.Linear`.
 
-Before its three matrix products, a converted layer casts its input, its weight, and the gradient of
-its output to 8 bits, each with its own scale (Micikevicius et al. 2022, arXiv:2209.05433). The
+A converted layer casts its input, its weight, and the gradient of its output to 8 bits before its
+matrix products. Each has its own scale (Micikevicius et al. 2022, arXiv:2209.05433). The
 weight itself, its name, its initial value, and the optimizer's states do not change. Scales are
 dynamic: the largest value of the type divided by the largest absolute value of the tensor (or of
 each row).

@@ -5,8 +5,8 @@ full parameter. So each rank computes exactly its own elements, without communic
 
 The generator is counter-based (splitmix64), followed by the inverse CDF of the normal distribution.
 Both use only operations that IEEE 754 defines to the last bit (+ - * / sqrt, and integers). So the
-weights are equal for any number of threads, CPU capability, machine, and torch version. (Those of
-`normal_` and `torch.special.ndtri` are not.)
+weights are equal for any number of threads, CPU capability, machine, and torch version. (The
+results of `normal_` and `torch.special.ndtri` are not.)
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from torchtitan_like.util.positions import local_positions
 from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble
 
 if TYPE_CHECKING:
@@ -143,36 +144,17 @@ def _unwrapped(local: Any) -> Tensor:
 def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
     """For each dimension, return the indices in the full parameter of this rank's local positions.
 
-    Torch's own sharding code is applied to the indices, placement by placement, so that uneven and
-    strided shards (FSDP over TP) are exact. Raises ValueError if the result is not the local shape.
+    Raises ValueError if the result is not the local shape.
     """
-    # Each tensor of indices extends along its own dimension, which a placement then splits.
-    ndim = parameter.ndim
-    positions = [
-        torch.arange(n).view([-1 if d == dim else 1 for d in range(ndim)])
-        for dim, n in enumerate(parameter.shape)
-    ]
-    if _is_dtensor(parameter):
-        mesh = parameter.device_mesh
-        for mesh_dim, placement in enumerate(parameter.placements):
-            if placement.is_replicate():
-                continue
-            if placement.is_partial():
-                raise ValueError(
-                    f"a parameter placed as {placement} has no elements of its own: shard or replicate it"
-                )
-            shards, _ = placement._split_tensor(
-                positions[placement.dim], mesh.size(mesh_dim), with_padding=False
-            )
-            positions[placement.dim] = shards[mesh.get_local_rank(mesh_dim)]
-    expected = tuple(p.numel() for p in positions)
+    positions = local_positions(parameter)
+    expected = tuple(len(indices) for indices in positions)
     actual = tuple(_owned(parameter)[0].shape)
     if expected != actual:
         raise ValueError(
             f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the "
             f"local shape {expected}, but has {actual}"
         )
-    return [p.flatten().numpy() for p in positions]
+    return [indices.numpy() for indices in positions]
 
 
 def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor]]:

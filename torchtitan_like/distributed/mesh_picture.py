@@ -111,5 +111,7 @@ def _nodes(first: int, length: int, node: int | None) -> str:
     """Return the nodes of the `length` ranks of a row."""
     if node is None:
         return ""
-    begin, end = first // node, (first + length - 1) // node
-    return f"  node {begin}" if begin == end else f"  nodes {begin}-{end}"
+    first_node, last_node = first // node, (first + length - 1) // node
+    return (
+        f"  node {first_node}" if first_node == last_node else f"  nodes {first_node}-{last_node}"
+    )

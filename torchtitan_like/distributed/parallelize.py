@@ -79,7 +79,7 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
 
 
 class Built(NamedTuple):
-    """This rank's model parts and what runs them.
+    """This rank's model parts and the objects that run them.
 
     parts: the whole model, or this rank's pipeline stages.
     pipeline: runs the stages; None without pipeline parallelism.
@@ -161,7 +161,7 @@ def _build_pipeline(
 
 
 def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
-    """Return what shards sequences; None without context parallelism."""
+    """Return the `ContextParallel` of this rank; None without context parallelism."""
     if world.dims.cp == 1:
         return None
     from torchtitan_like.distributed.context import ContextParallel
@@ -259,15 +259,32 @@ def parallelize(
         "reduce_dtype": training.mixed_precision_reduce,
         "reshard": parallelism.fsdp_reshard_after_forward,
     }
-    # A single data-parallel rank gathers nothing: SimpleFSDP then only casts each weight where it
-    # is read. FSDP2 is needed for pipelines, which cast once for all micro-batches, for experts on
-    # a mesh of their own, and for offloading.
+    # A single data-parallel rank gathers nothing: it only casts each weight where it is read. FSDP2
+    # is needed for pipelines, which cast once for all micro-batches, for experts on a mesh of their
+    # own, and for offloading.
     casts_only = (
-        dims.dp * dims.cp == 1 and dims.pp == 1 and dims.ep == 1 and not sections.needs_fsdp2
+        dims.dp * dims.cp == 1
+        and dims.pp == 1
+        and not dims.has_experts_mesh
+        and not sections.needs_fsdp2
     )
-    if simple or casts_only or world.mesh is None:
+    if casts_only:
+        from torchtitan_like.distributed.simple_fsdp import cast_weights
+
+        cast_weights(
+            model,
+            spec,
+            blocks.values(),
+            world.mesh,
+            dims,
+            **options_of_weights,
+            compiled=compiled,
+        )
+        handler = "a cast of each weight"
+    elif simple:
         from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp
 
+        assert world.mesh is not None
         name = apply_simple_fsdp(
             model,
             spec,
@@ -277,9 +294,12 @@ def parallelize(
             **options_of_weights,
             compiled=compiled,
         )
+        lines.append(f"Applied {name} to the model")
+        handler = "simple_fsdp"
     else:
         from torchtitan_like.distributed.data_parallel import apply_data_parallel
 
+        assert world.mesh is not None
         name = apply_data_parallel(
             model,
             spec,
@@ -291,9 +311,8 @@ def parallelize(
             prefetch_depth=parallelism.fsdp_prefetch_depth,
             experts_mesh=world.experts_mesh,
         )
-    if not casts_only:
         lines.append(f"Applied {name} to the model")
-    handler = "a cast of each weight" if casts_only else "simple_fsdp" if simple else "fully_shard"
+        handler = "fully_shard"
     lines.append(
         f"Mixed precision training is handled by {handler}: parameters "
         f"{training.dtype}, compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"

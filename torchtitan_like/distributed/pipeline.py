@@ -271,14 +271,14 @@ class _Stage(PipelineStage):
     passed: dict[str, Tensor]  # what it passes to the next stage, on meta, by name
     # By rank within the pipeline's group; may be empty.
     neighbor_groups: Mapping[int, dist.ProcessGroup]
-    # Of the micro-batches so far, in their order.
+    # of all micro-batches so far, in order
     token_losses: list[Tensor]
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         """Skip torch's vote on whether stages exchange their shapes, which are known here.
 
-        The vote sends one number from stage to stage, each as an NCCL message on the group of all
-        stages, and reads it on the host.
+        The vote sends one number from stage to stage, as NCCL messages on the group of all stages,
+        and reads it on the host.
         """
         return torch.ones(1, dtype=torch.int32)
 

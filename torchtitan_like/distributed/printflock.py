@@ -6,11 +6,12 @@ Lines of processes that share a terminal or a file are never mixed.
 from __future__ import annotations
 
 import builtins
-import fcntl
 import io
 import os
 import sys
 from typing import Any
+
+from torchtitan_like.util.file_lock import file_lock
 
 
 def printflock(*values: Any, **options: Any) -> None:
@@ -19,7 +20,6 @@ def printflock(*values: Any, **options: Any) -> None:
     options.pop("flush", None)
     text = io.StringIO()
     builtins.print(*values, file=text, **options)
-    with open(os.path.abspath(__file__)) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with open(os.path.abspath(__file__)) as lock, file_lock(lock):
         stream.write(text.getvalue())
         stream.flush()

@@ -41,7 +41,7 @@ class Timeline(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of the ranks' time that they are idle."""
+        """The fraction of the ranks' time that they are idle."""
         busy = sum(DURATION[action.kind] for row in self.starts for _, action in row)
         return 1 - busy / (len(self.starts) * self.end)
 

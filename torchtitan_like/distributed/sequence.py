@@ -1,4 +1,4 @@
-"""Let routers know the part of each sample that their rank holds.
+"""Give routers the part of each sample that their rank holds.
 
 Context and sequence parallelism shard samples along the sequence. A loss over whole samples sums
 counts over these ranks, and experts in turn need the positions of the rank's tokens.

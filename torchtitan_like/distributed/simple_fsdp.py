@@ -6,8 +6,8 @@ gathered weight from a differentiable operation, whose backward reduces the grad
 hooks and no streams. So torch.compile can capture the whole model as one graph, and move, merge,
 and overlap the collectives in it.
 
-A single rank gathers nothing: the operation is then only a cast to the compute dtype. `parallelize`
-uses it for every single rank that computes in another dtype than it stores.
+A single rank gathers nothing: the operation is then only a cast to the compute dtype, as
+`cast_weights` applies it to every single rank that computes in another dtype than it stores.
 
 Gradients are *summed* over ranks. NOTE: every micro-batch reduces its gradients, also over
 replicas, since a graph does not contain which micro-batch is the last.
@@ -50,7 +50,7 @@ def apply_simple_fsdp(
     model: nn.Module,
     spec: ModelSpec,
     blocks: Iterable[nn.Module],
-    mesh: DeviceMesh | None,
+    mesh: DeviceMesh,
     dims: ParallelDims,
     *,
     param_dtype: str,
@@ -63,13 +63,51 @@ def apply_simple_fsdp(
     reshard: as in `apply_data_parallel`: whether a gathered weight is freed at the end of its block's
         forward and gathered again for backward.
     compiled: whether the model or each block will be compiled.
-    mesh: None for one rank; its parameters stay plain tensors and are only cast.
 
     NOTE: eager activation checkpointing gathers again what it recomputes.
 
     Returns the name of the method, for the log.
     """
     layout = _Layout.of(mesh)
+    _view_weights(model, spec, blocks, layout, dims, param_dtype, reduce_dtype, reshard, compiled)
+    if layout.replicas is None:
+        return "SimpleFSDP"
+    return "SimpleFSDP (replicated)" if layout.is_replicated else "SimpleFSDP (hybrid)"
+
+
+def cast_weights(
+    model: nn.Module,
+    spec: ModelSpec,
+    blocks: Iterable[nn.Module],
+    mesh: DeviceMesh | None,
+    dims: ParallelDims,
+    *,
+    param_dtype: str,
+    reduce_dtype: str,
+    reshard: Literal["always", "default", "never"],
+    compiled: bool,
+) -> None:
+    """Cast each weight of a rank that gathers nothing to the compute dtype where it is read.
+
+    The arguments are those of `apply_simple_fsdp`: a cast weight is freed and made again as a
+    gathered one is. mesh: None for one rank, whose parameters stay plain tensors.
+    """
+    layout = _Layout.of(mesh)
+    _view_weights(model, spec, blocks, layout, dims, param_dtype, reduce_dtype, reshard, compiled)
+
+
+def _view_weights(
+    model: nn.Module,
+    spec: ModelSpec,
+    blocks: Iterable[nn.Module],
+    layout: _Layout,
+    dims: ParallelDims,
+    param_dtype: str,
+    reduce_dtype: str,
+    reshard: Literal["always", "default", "never"],
+    compiled: bool,
+) -> None:
+    """Shard the parameters, and let module code read each through its view."""
     modules = dict(model.named_modules())
     between = reshard == "always" or (reshard == "default" and dims.pp == 1)
     units = [_Unit(model, between)]
@@ -95,9 +133,6 @@ def apply_simple_fsdp(
     for unit in units:
         if unit.frees and not layout.is_replicated and not compiled:
             unit.wrap_forward()
-    if layout.replicas is None:
-        return "SimpleFSDP"
-    return "SimpleFSDP (replicated)" if layout.is_replicated else "SimpleFSDP (hybrid)"
 
 
 def compile_model(

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.config.problems import Problem
+from torchtitan_like.config.problems import Problem, Severity
 from torchtitan_like.distributed import schedule_view
 
 if TYPE_CHECKING:
@@ -396,7 +396,9 @@ def _micro_batch_problems(plan: StagePlan, number: int) -> list[Problem]:
     sizes = " or ".join(str(n) for n in (smaller, larger) if n)
     remedy = f"change it or the batch size so that there are {sizes}"
     expected = f"a number of micro-batches that {plan.schedule} supports; {reason}"
-    return [Problem(_KEY + "microbatch_size", None, expected, remedy)]
+    # A file may leave a larger batch size to the command of the run, as one of TorchTitan's does.
+    severity: Severity = "error" if smaller else "training_error"
+    return [Problem(_KEY + "microbatch_size", None, expected, remedy, severity=severity)]
 
 
 def _csv_problems(plan: StagePlan, number: int) -> list[Problem]:

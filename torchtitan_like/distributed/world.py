@@ -91,7 +91,7 @@ class HostGroup:
             )
 
     def sum_async(self, values: list[int]) -> PendingSum:
-        """Start an int64 all-reduce (SUM). Every rank of the group passes equally many values."""
+        """Start an int64 all-reduce (SUM). All ranks must pass the same number of values."""
         self._check_thread()
         vector = torch.tensor(values, dtype=torch.int64)
         work = dist.all_reduce(vector, group=self.group, async_op=True) if self.size > 1 else None
@@ -128,14 +128,15 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def all_do(
+    def run_on_all(
         self,
         action: Callable[[], T],
         merge_errors: Callable[[list[Exception]], Exception] = lambda errors: errors[0],
     ) -> T:
         """Call `action` on every rank; if any fails, raise one error on all.
 
-        merge_errors: makes it of the errors, which are in rank order; by default the first. If
+        merge_errors: combines the errors, in rank order, into the raised one. By default, the first
+        error is raised. If
         `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
@@ -154,7 +155,7 @@ class HostGroup:
             error = None  # its traceback refers to this frame, and so to what `action` uses
         return outcome[0]
 
-    def leader_does(self, action: Callable[[], T]) -> T:
+    def run_on_leader(self, action: Callable[[], T]) -> T:
         """Call `action` on the first rank only; return its result, or raise its error, on all."""
         outcome: Any = None
         try:
@@ -167,7 +168,7 @@ class HostGroup:
             if error is not None:
                 raise error
         finally:
-            outcome = error = None  # as in `all_do`
+            outcome = error = None  # as in `run_on_all`
         answer: T = result
         return answer
 
@@ -196,7 +197,7 @@ class World:
     dims: ParallelDims
     device: torch.device
     mesh: DeviceMesh | None  # of the weights
-    experts_mesh: DeviceMesh | None  # of the experts; None without expert parallelism
+    experts_mesh: DeviceMesh | None  # of the experts; None if it is the weights' mesh
     step_group: HostGroup
     checkpoint_group: HostGroup
     owns_default_group: bool
@@ -380,7 +381,7 @@ def join_world(
     groups = (
         {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
     )
-    experts_mesh = dims.build_experts_mesh(device.type) if dims.ep > 1 else None
+    experts_mesh = dims.build_experts_mesh(device.type) if dims.has_experts_mesh else None
     if experts_mesh is not None:
         for name in experts_mesh.mesh_dim_names or ():
             key = f"{name} of experts" if name in groups else name

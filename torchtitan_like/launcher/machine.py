@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 # AMD's compute driver lists CPUs and GPUs, each with a file `properties` of lines "name value".
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
-RENDER_DEVICES = Path("/dev/dri")  # a container has only those of its own GPUs
+RENDER_DEVICES = Path("/dev/dri")  # a container has only the devices of its own GPUs
 
 
 class Machine(NamedTuple):

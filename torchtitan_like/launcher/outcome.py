@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
@@ -35,7 +35,6 @@ from torchtitan_like.util.run_directory import (
     write_exit,
 )
 
-CRASH = 1
 MAX_SHOWN_RANKS = 32
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 

@@ -1,4 +1,4 @@
-"""How a mixture of experts keeps the loads of its experts even. Never imports torch."""
+"""Load-balancing settings of a mixture of experts (MoE). Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ METHODS = ("none", "bias", "sequence", "global")
 
 @dataclass(frozen=True)
 class Balance:
-    """How a MoE layer keeps the loads of its experts even.
+    """Load-balancing settings of an MoE layer.
 
     method:
-        "none".
-        "bias": a bias for each expert that only selects (arXiv:2408.15664). After each step it
-            rises by `coeff` for experts below the mean load, and falls for those above.
+        "none": no balancing.
+        "bias": each expert has a bias that affects its selection but not its weight
+            (arXiv:2408.15664). After each step, the bias rises by `coeff` if the expert's load is
+            below the mean, and falls by `coeff` if it is above.
         "sequence": an auxiliary loss over each sequence (arXiv:2412.19437, equations 17 to 20).
         "global": the same loss with the loads of the whole global batch of the step before
             (arXiv:2501.11873).
-    coeff: size of a change of the bias, or weight of the loss.
+    coeff: step size of the bias, or weight of the loss.
     z_coeff: weight of the router z-loss, the mean of logsumexp(logits)^2 (arXiv:2202.08906).
-    sequence_coeff: with "bias", weight of the loss of "sequence" in addition; 0: no such loss.
-        DeepSeek-V3 was trained with a `coeff` of 1e-3 and 1e-4 here.
+    sequence_coeff: with "bias", weight of an additional loss over each sequence; 0: no such loss.
+        DeepSeek-V3 was trained with coeff = 1e-3 and sequence_coeff = 1e-4.
     """
 
     method: str = "none"
@@ -56,7 +57,7 @@ def check_balance(
     if method not in METHODS:
         names = ", ".join(repr(name) for name in METHODS)
         problems.append(
-            f"load_balance = {method!r}: expected one of {names}; set 'none' to balance nothing"
+            f"load_balance = {method!r}: expected one of {names}; set 'none' to disable balancing"
         )
     elif num_experts == 0 and method != "none":
         problems.append(

@@ -1,4 +1,4 @@
-"""What the tables of families share that build on `layers.decoder.Decoder`. Never imports torch."""
+"""Table rows shared by all families built on `layers.decoder.Decoder`. Never imports torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def decoder_sharding(*block_rows: tuple[str, str]) -> Table:
 
 
 def decoder_constraints(args: Any, num_kv_heads: int) -> dict[str, int]:
-    """Return the sizes that a layout must divide (heads, layers, vocabulary) or fit (max_seq_len)."""
+    """Return the sizes of layers, heads, vocabulary, and positions; see `ModelSpec.constraints`."""
     return {
         "n_layers": args.n_layers,
         "n_heads": args.n_heads,
@@ -57,5 +57,5 @@ def decoder_constraints(args: Any, num_kv_heads: int) -> dict[str, int]:
 
 
 def tied_output(args: Any) -> Table:
-    """Return the pair (alias, parameter that it is) of a tied output head."""
+    """Return the pair (alias, parameter) of a tied output head; empty if it is not tied."""
     return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()

@@ -23,14 +23,16 @@ Box = tuple[Span, ...]  # a span for every dimension
 class Row:
     """One row of a model's table. `{}` in a name is a number, such as a layer's.
 
-    native: a native name. Several: concatenated along `axis` they are one external tensor.
-    external: an external name. Several: concatenated along `axis` they are one native tensor, with
-        lengths `sizes`. With `{e}` in it: one external tensor for each index of native dimension 0.
+    native: a native name, or several names of tensors that one external tensor concatenates along
+        `axis`.
+    external: an external name, or several names of tensors that one native tensor concatenates
+        along `axis`, with lengths `sizes`. A name with `{e}` has a tensor for each index of native
+        dimension 0.
     transposed: the last two dimensions are swapped.
     interleaved_heads: number of heads along `axis` whose rotary pairs are adjacent in the external
         tensor. External row 2i + j of a head is native row j head_dim/2 + i (pairs as in
         arXiv:2104.09864, halves as in GPT-NeoX).
-    alternating: joined tensors take turns along `axis` instead of following each other. Index i of
+    alternating: joined tensors alternate along `axis` instead of being concatenated. Index i of
         the j-th of n native tensors is external index n i + j.
     copied: every index of native dimension 0 is a copy of the external tensor. Only for loading.
     axis: a dimension of the native tensor.
@@ -125,7 +127,7 @@ def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Lin
             unknown.append(name)
     if unknown:
         raise KeyError(
-            f"no row of the table knows {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}"
+            f"no row of the table matches {len(unknown)} of {len(shapes)} tensors: {unknown[:5]}"
         )
     return result
 
@@ -141,7 +143,7 @@ def external_shapes(links: Iterable[Link]) -> dict[str, Shape]:
 
 
 def count_named(rows: Rows, names: Iterable[str]) -> int:
-    """Return how many of these external names the table has."""
+    """Return the number of these external names that the table contains."""
     externals = [_as_tuple(row.external if isinstance(row, Row) else row[1]) for row in rows]
     escaped = [re.escape(name) for group in externals for name in group]
     pattern = re.compile("|".join(re.sub(r"\\{e?\\}", r"\\d+", name) for name in escaped))

@@ -10,14 +10,23 @@ import importlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
 from torchtitan_like.models.upcycling import Upcycling
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -117,6 +126,18 @@ class StageTensor:
 _STAGE_SIZES = ("batch", "seq", "hidden_seq")
 
 
+class HfModel(NamedTuple):
+    """A model of a family, as a config.json of Hugging Face describes it.
+
+    flavor: the flavor whose sizes the file changes. args: all sizes in the file, which are as valid
+    in `[model.args]`. notes: sentences about fields without effect, for a warning.
+    """
+
+    flavor: str
+    args: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One family of models. `A` is its `args_type`, a frozen dataclass of ints, floats, bools, strings.
@@ -127,18 +148,21 @@ class ModelSpec:
     flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
     flops_formula            the formula of flops_per_token, for the log
     constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
-                             n_kv_heads, vocab_size, max_seq_len
+                             n_kv_heads, vocab_size, max_seq_len; ffn_dim, n_experts,
+                             expert_hidden_dim, and shared_experts_dim for networks that exist
     check(A)                 one sentence for each problem of the sizes; empty if there is none
     sharding                 (fnmatch pattern of parameter names, sharding role); one row matches
     hf_names(A)              (native name, Hugging Face name), or `hf_table.Row`
     hf_config(A)             content of Hugging Face's config.json
+    hf_args(config)          the `HfModel` of a config.json, for runs that take their sizes from one;
+                             raises ValueError with one line for each field that is not supported
     hf_alternative_names(A)  as hf_names for files of another layout, such as fused experts
     hf_unread(A)             fnmatch patterns of Hugging Face names that are not of this model
     hf_copies(A)             (Hugging Face name, name under which exports store it once more)
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
-    num_active_params(A)     number of parameters that compute a token, for a mixture of experts
-    upcycling(A)             how a dense model starts this mixture of experts, or why none can
+    num_active_params(A)     number of parameters that process a token, for a mixture of experts
+    upcycling(A)             `Upcycling` from a dense model to this MoE, or why it is not possible
 
     The defaults of these fields describe `layers.decoder.Decoder`:
 
@@ -160,6 +184,7 @@ class ModelSpec:
     sharding: Table
     hf_names: Callable[[Any], Rows]
     hf_config: Callable[[Any], dict[str, Any]]
+    hf_args: Callable[[Mapping[str, Any]], HfModel] | None = None
     hf_alternative_names: Callable[[Any], Rows] | None = None
     hf_unread: Callable[[Any], tuple[str, ...]] = lambda args: ()
     hf_copies: Callable[[Any], Table] = lambda args: ()
@@ -244,9 +269,20 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
     return args
 
 
+def standard_hf_config(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config.json as the family writes it, if it can read such files, else unchanged.
+
+    Raises ValueError with one line for each field that is not supported.
+    """
+    if spec.hf_args is None:
+        return dict(config)
+    model = spec.hf_args(config)
+    return spec.hf_config(resolve_args(spec, model.flavor, model.args))
+
+
 def _suggestion(name: str, candidates: list[str]) -> str:
-    near = get_close_matches(name, candidates, n=1, cutoff=0.5)
-    return f" (perhaps {near[0]!r})" if near else ""
+    remedy = did_you_mean(name, candidates)
+    return f" ({remedy})" if remedy else ""
 
 
 def _has_type(value: object, hint: Any) -> bool:
@@ -281,9 +317,24 @@ def fit_positions(args: Any, num_positions: int) -> Any:
     return dataclasses.replace(args, max_seq_len=num_positions)
 
 
+def with_reference_attention(args: Any) -> Any:
+    """Return the sizes with attn_type = "sdpa", the kernel for any number of keys; see `kernels`.
+
+    All kernels compute the same function. A model without `attn_type` keeps its sizes.
+    """
+    if not any(field.name == "attn_type" for field in dataclasses.fields(args)):
+        return args
+    return dataclasses.replace(args, attn_type="sdpa")
+
+
 def has_documents(args: Any) -> bool:
     """Return True if attention ends at document borders."""
     return getattr(args, "attn_mask_type", "causal") == "block_causal"
+
+
+def has_experts(spec: ModelSpec, args: Any) -> bool:
+    """Return True if some layers are mixtures of experts."""
+    return bool(spec.constraints(args).get("n_experts"))
 
 
 def num_mtp_layers(args: Any) -> int:

@@ -1,4 +1,4 @@
-"""What a dense model gives a mixture of experts (upcycling, arXiv:2212.05055). Never imports torch."""
+"""Start a mixture of experts from a dense model (arXiv:2212.05055). Never imports torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchtitan_like.models.hf_table import Table
 
 @dataclass(frozen=True)
 class Upcycling:
-    """How the weights of a dense model start a mixture of experts.
+    """Rules that initialize a mixture of experts from the weights of a dense model.
 
     dense_args: sizes of the dense model.
     copied: pairs (stacked weights of the experts, dense weight). `{}` is the layer's number. Each
@@ -26,7 +26,7 @@ class Upcycling:
 
 
 def decoder_upcycling(dense_args: Any) -> Upcycling:
-    """Return the upcycling of a `Decoder` whose layers all have experts."""
+    """Return the rules for a `Decoder` in which every layer has experts."""
     return Upcycling(
         dense_args,
         copied=tuple(

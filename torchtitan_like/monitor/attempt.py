@@ -5,17 +5,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torchtitan_like.monitor.environment import write_environment
-from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.util import run_directory
-from torchtitan_like.util.files import AppendOnlyFile, WriteFailures, write_atomically
+from torchtitan_like.util.files import (
+    AppendOnlyFile,
+    WriteFailures,
+    storage_error,
+    write_atomically,
+)
 from torchtitan_like.util.jsonl import encode
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Job
+    from torchtitan_like.distributed.world import World
 
 
 class Attempt:
@@ -77,6 +88,35 @@ class Attempt:
     def remove_exit(self) -> None:
         """Remove the exit.json of the previous attempt: the file always describes the newest one."""
         (self.run / run_directory.EXIT).unlink(missing_ok=True)
+
+
+def open_attempt(
+    job: Job, world: World, failures: WriteFailures, *, config: Mapping[str, object], toml_text: str
+) -> Attempt:
+    """Create the folder of this attempt, write its configuration, and log to it. A collective.
+
+    config: the masked values, for `job.save_config_file`. toml_text: the configuration as TOML.
+
+    Raises StorageError on every rank if rank 0 cannot write.
+    """
+    run = job.dump_folder
+
+    def make() -> int:
+        with storage_error(run):
+            attempt = Attempt(run)
+            attempt.write_config(toml_text)
+            if name := job.save_config_file:
+                (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(attempt.run / name, json.dumps(config, indent=2))
+            attempt.remove_exit()
+            return attempt.number
+
+    number = world.step_group.run_on_leader(make)
+    attempt = Attempt(run, number, failures=failures)
+    if world.rank == 0:
+        attempt.capture_environment()
+    add_file(run_directory.log_file(attempt.folder, world.rank), failures)
+    return attempt
 
 
 def _make_folder(run: Path) -> int:

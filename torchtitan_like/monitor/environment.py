@@ -77,7 +77,7 @@ def is_recorded(name: str) -> bool:
     names = {pattern for patterns in RECORDED.values() for pattern in patterns}
     if name in names:
         return True
-    # The name of a secret may begin with one of the prefixes.
+    # The name of a secret may start with one of the prefixes.
     return not is_secret_name(name) and any(fnmatchcase(name, pattern) for pattern in names)
 
 

@@ -14,12 +14,12 @@ from torchtitan_like.monitor.log import logger
 if TYPE_CHECKING:
     from torchtitan_like.monitor.rows import Row
 
-# Log steps in a row without a token after which the log warns of an expert.
+# Number of consecutive log steps without a token after which an expert is reported.
 DEAD_AFTER = 5
 
 
 class ExpertMetrics:
-    """Computes the `moe` value of a row of metrics.jsonl, and warns of experts without tokens.
+    """Computes the `moe` entry of a row of metrics.jsonl, and warns about experts without tokens.
 
     layers: the number of each MoE layer.
     expert_parallel: the number of ranks over which the experts of a layer are distributed.
@@ -78,7 +78,7 @@ class ExpertMetrics:
         )
 
     def _warn(self, choices: Sequence[Sequence[int]]) -> None:
-        """Warn once of each expert that has stayed without tokens for `DEAD_AFTER` log steps."""
+        """Warn once about each expert that received no token for `DEAD_AFTER` log steps."""
         dead = {
             (layer, expert): self._steps_without_tokens.get((layer, expert), 0) + 1
             for layer, counts in zip(self._layers, choices, strict=True)

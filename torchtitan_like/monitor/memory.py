@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torchtitan_like.monitor.log import logger
-from torchtitan_like.util.host_memory import GIB
+from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
     import torch

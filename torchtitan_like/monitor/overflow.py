@@ -72,7 +72,7 @@ class OverflowDetector:
 
     At the first inf or nan, it logs the last modules of the micro-batch and raises NonFiniteError,
     on this rank only. Values on the CPU are checked inside the module. Values on other devices are
-    checked by `judge`, which waits for the device once for all modules. Call it at log steps and
+    checked by `evaluate`, which waits for the device once for all modules. Call it at log steps and
     before the run ends.
 
     position: returns the step and the micro-batch.
@@ -103,7 +103,7 @@ class OverflowDetector:
         for hook in self._hooks:
             hook.remove()
 
-    def judge(self) -> None:
+    def evaluate(self) -> None:
         """Log the traced modules. Raises NonFiniteError, and logs it, at the first inf or nan."""
         observations = self._observations
         self._observations = []
@@ -130,7 +130,7 @@ class OverflowDetector:
         step, micro_batch = self._position()
         last_step = self._section.abort_after_batch_num
         if 0 < last_step < step:
-            self.judge()
+            self.evaluate()
             raise RuntimeError(f"debug.abort_after_batch_num = {last_step} ends the run")
         self._observations.append(Observation("start", step, micro_batch, name))
         self._measure(name, module.named_parameters(recurse=False))
@@ -144,7 +144,7 @@ class OverflowDetector:
 
     def _judge_on_host(self) -> None:
         if not self._is_on_device or len(self._observations) > MOST_OBSERVATIONS:
-            self.judge()
+            self.evaluate()
 
     @torch.no_grad()
     def _measure(self, module: str, tensors: Iterable[tuple[str, Any]]) -> None:

@@ -52,7 +52,7 @@ def maybe_profile(
 
     step: the last finished step, 0 for a new run.
     barrier: called after each dump.
-    failures: notes the dumps that cannot be written.
+    failures: records the dumps that cannot be written.
 
     If both profilers are disabled, torch's profiler is not imported.
     """

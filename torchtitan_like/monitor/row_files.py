@@ -71,8 +71,8 @@ class RowFiles:
     def rewind(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
         """Move the rows beyond `step` to `*.discarded-<attempt>.jsonl`. No step occurs twice then.
 
-        saved: summary of the checkpoint of `step`, if it is of this run directory. Logs a warning
-        if metrics.jsonl is not the file that it describes. Raises OSError.
+        saved: summary of the checkpoint of `step`, if it belongs to this run directory. Logs a
+        warning if it describes another metrics.jsonl. Raises OSError.
         """
         for file in (self._steps, self._validation):
             discarded = self._folder / f"{file.path.stem}.discarded-{self._attempt}.jsonl"
@@ -86,7 +86,7 @@ class RowFiles:
             self._compare(FileEnd(saved["metrics_bytes"], step, f"{saved['digest_chain']:016x}"))
 
     def close(self) -> None:
-        """Write what is left in memory, if possible, and close the files."""
+        """Write all buffered rows, if possible, and close the files."""
         self._steps.close()
         self._validation.close()
 

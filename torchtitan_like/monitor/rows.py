@@ -7,7 +7,7 @@ device and one gather, whatever the number of steps. docs/reference/metrics.md l
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -24,12 +24,13 @@ class StepRecord:
 
     They are 0-dim unless a shape is given, and must not be changed afterwards.
 
-    num_tokens: tokens read by all ranks. num_valid_tokens: those of them with a label.
+    num_tokens: tokens read by all ranks. num_valid_tokens: the tokens with a label among them.
     local_valid_tokens: labels of this data rank.
     loss_share: sum of this data rank's token losses / num_valid_tokens.
-    mtp_loss_share: as loss_share, of multi-token prediction, mean over depths; None without it.
+    mtp_loss_share: as loss_share, for multi-token prediction (mean over depths); None without it.
     grad_norm: of the whole model, before clipping; equal on all ranks.
     skipped: 1 if the update was skipped, else 0; equal on all ranks.
+    lr: learning rate of parameters in no group. group_lr: of those in a group, by its name.
     data_digest, data_digest_chain: 64-bit digests of the tokens read.
     data_loading_s: seconds that the step waited for its batch.
     position: position in the sample stream before this step.
@@ -52,6 +53,7 @@ class StepRecord:
     local_valid_by_source: Sequence[int] = ()
     loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     mtp_loss_share: torch.Tensor | None = None
+    group_lr: Mapping[str, float] = field(default_factory=dict)
 
 
 class RankLoss(NamedTuple):
@@ -155,6 +157,7 @@ class RowCollector:
             **_mtp_loss(ranks),
             "grad_norm": grad_norm,
             "lr": record.lr,
+            **({"group_lr": dict(record.group_lr)} if record.group_lr else {}),
             "data_digest": f"{record.data_digest:016x}",
             "data_digest_chain": f"{record.data_digest_chain:016x}",
             "skipped": int(skipped),

@@ -44,7 +44,7 @@ VALIDATION_SCALARS = {"loss": "loss", "bits_per_byte": "bits_per_byte", "tps": "
 
 
 class Sink(Protocol):
-    """Shows rows. What a call has shown is not lost if the process is killed after it returns."""
+    """Shows rows. A row is not lost if the process is killed after the call returns."""
 
     def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None: ...
 
@@ -58,7 +58,7 @@ def build_sinks(
     folder: Path,
     rank: int,
     failures: WriteFailures,
-    run_config: Mapping[str, object] | None = None,
+    run_config: Mapping[str, object],
 ) -> list[Sink]:
     """Build the sinks of a rank: the console, and dashboards on rank 0 or on all ranks.
 
@@ -72,7 +72,7 @@ def build_sinks(
                 sinks.append(TensorBoard(dashboards, rank, failures=failures))
         if section.enable_wandb:
             with failures.recording(dashboards):
-                sinks.append(WeightsAndBiases(dashboards, run_config or {}))
+                sinks.append(WeightsAndBiases(dashboards, run_config))
     return [*sinks, Console(use_colors(section.disable_color_printing))]
 
 
@@ -97,7 +97,11 @@ class Console:
             ("magenta", f"mfu: {_format(mfu, '.2f')}{'%' if mfu is not None else ''}"),
         )
         line = "  ".join(paint(text, color, self._colors) for color, text in parts)
-        logger.info(f"{line}  {progress.percent:.1f}% eta {progress.eta}")
+        line += f"  {progress.percent:.1f}% eta {progress.eta}"
+        if "group_lr" in row:
+            group_lr = (f"{name} {lr:.3g}" for name, lr in row["group_lr"].items())
+            line += f"  lr: {row['lr']:.3g} {' '.join(group_lr)}"
+        logger.info(line)
 
     def show_validation(self, row: Row, memory: MemoryReading) -> None:
         dataset = f"{row['set']} " if "set" in row else ""
@@ -138,6 +142,8 @@ class Dashboard(ABC):
 def step_scalars(row: Row) -> dict[str, float]:
     """Return the scalars of a log step, by TorchTitan's names. Sources without labels have none."""
     scalars = {name: float(row[key]) for key, name in STEP_SCALARS.items() if key in row}
+    for group, lr in row.get("group_lr", {}).items():
+        scalars[f"lr/{group}"] = lr
     for source, values in row.get("sources", {}).items():
         if values["loss"] is not None:
             scalars[f"loss_metrics/{source}/avg_loss"] = float(values["loss"])
@@ -158,7 +164,7 @@ class TensorBoard(Dashboard):
     """Event files in `<folder>/<date-time>`, or `<folder>/rank_<r>/<date-time>` on ranks except 0.
 
     Each attempt has its own folder, so that no curve shows a step twice after a resume. The first
-    `write` imports the package, which keeps that out of the time to the first step.
+    `write` imports the package, so that the import does not delay the first step.
     """
 
     def __init__(

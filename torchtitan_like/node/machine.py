@@ -12,7 +12,8 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass
 
-from torchtitan_like.util.host_memory import GIB, available_bytes
+from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.units import GIB
 
 ANSWER_SECONDS = 60.0  # for nvidia-smi, which hangs with a broken driver
 HOT = 84  # degrees Celsius, above which a GPU slows down
@@ -88,7 +89,7 @@ def gpu_problems(csv: str, num_gpus: int | None, known_bad: Set[str]) -> list[st
         problems.append(f"{len(rows)} GPUs instead of {num_gpus}")
     for row in rows:
         if len(row) != len(QUERY):
-            problems.append(f"nvidia-smi says {', '.join(row)!r}")
+            problems.append(f"nvidia-smi printed {', '.join(row)!r}")
             continue
         values = dict(zip(QUERY, row, strict=True))
         name = f"GPU {values['index']}"

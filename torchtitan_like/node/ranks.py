@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_like.distributed.printflock import printflock
 from torchtitan_like.node.machine import host_name
-from torchtitan_like.util.host_memory import GIB
+from torchtitan_like.util.units import GIB
 
 # Environment variables of each launcher: rank, number of ranks, rank on this machine.
 LAUNCHERS = (
@@ -85,7 +85,7 @@ def exercise_group(device: str, memory_gib: float) -> list[str]:
     total = torch.ones(1, device=device)
     dist.all_reduce(total)
     if total.item() != world_size:
-        raise RuntimeError(f"the ones of {world_size} ranks add up to {total.item():g}")
+        raise RuntimeError(f"the sum of 1 over {world_size} ranks is {total.item():g}")
     dist.barrier()
     lines = [f"[{host_name()}-{rank}] is OK ({device}, {num_cores()} cores)"]
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Keep the loads of experts even, once per optimizer step, from the choices of the whole step.
+"""Balance the loads of experts after each optimizer step, using the choices of the whole step.
 
 Backward counts each rank's choices (`models.layers.moe.MoE`). Counts are integers, so their sum over
 ranks and micro-batches is the same on every layout, and so are the biases to the last bit.
@@ -38,7 +38,7 @@ class ExpertLoads(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """What every rank needs to know of a MoE layer, which may be on another pipeline stage."""
+    """Description of an MoE layer, which may be on another pipeline stage."""
 
     number: int
     num_experts: int
@@ -144,7 +144,7 @@ class ExpertBalancer:
         }
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the live load fractions, by names like those of the optimizer's state.
+        """Return the live load fractions by name, in the format of the optimizer's state.
 
         The biases are stored with the weights.
         """

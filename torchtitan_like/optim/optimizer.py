@@ -1,14 +1,15 @@
-"""Adam and AdamW with eager state, flat state names, and updates gated on finite gradients."""
+"""Optimizers with eager state, flat state names, and updates gated on finite gradients."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchtitan_like.optim import elementwise
+from torchtitan_like.optim.adam import build_adam
 from torchtitan_like.optim.clipping import (
     clip_gradients,
     global_norm,
@@ -16,58 +17,82 @@ from torchtitan_like.optim.clipping import (
     local_norms,
     sum_of_squares,
 )
+from torchtitan_like.optim.elementwise import ShardIndices
+from torchtitan_like.optim.gated import GatedOptimizer, local
+from torchtitan_like.optim.groups import ParameterGroup, group_parameters
+from torchtitan_like.optim.muon import FindMatrices, Muon
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
+    from torchtitan_like.models.hf_table import Table
 
 Tensor = torch.Tensor
-OPTIMIZERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
 
-def _groups(named: list[tuple[str, Tensor]], section: OptimizerSection) -> list[dict[str, Any]]:
-    """Return parameter groups with and without weight decay, by `optimizer.no_weight_decay`."""
-    exempt = {
-        name
-        for name, _ in named
-        if any(fnmatch(name, pattern) for pattern in section.no_weight_decay)
-    }
-    groups: list[dict[str, Any]] = [
-        {"params": [p for n, p in named if n not in exempt]},
-        {"params": [p for n, p in named if n in exempt], "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+class Surroundings(NamedTuple):
+    """What optimizers read in addition to their parameters and settings.
+
+    sharding: `ModelSpec.sharding`.
+    find_matrices: `distributed.matrices.MatrixOwners` on the ranks of the run.
+    shard_indices: `util.positions.local_positions`.
+    device: of the parameters.
+    seed: of the run.
+    """
+
+    sharding: Table
+    find_matrices: FindMatrices
+    shard_indices: ShardIndices
+    device: torch.device
+    seed: int
 
 
-def _build(named: list[tuple[str, Tensor]], section: OptimizerSection) -> torch.optim.Optimizer:
-    fused = section.implementation == "fused"
-    is_on_gpu = any(p.is_cuda for _, p in named)
-    optimizer: torch.optim.Optimizer = OPTIMIZERS[section.name](
-        _groups(named, section),
-        lr=section.lr,
-        betas=(section.beta1, section.beta2),
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-        fused=fused,
-        foreach=section.implementation == "foreach",
-        # Step counts are on the GPU, so that `step_or_restore` can revert them.
-        capturable=is_on_gpu and not fused,
-    )
-    for _, p in named:
-        optimizer.state[p] = {
-            "step": torch.zeros(
-                (), dtype=torch.float32, device=p.device if fused or is_on_gpu else "cpu"
-            ),
-            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
-        }
-    return optimizer
+Builder = Callable[[list[ParameterGroup], "OptimizerSection", Surroundings], torch.optim.Optimizer]
+# Name of an optimizer -> what builds it over groups of parameters. To add one, derive it from
+# `GatedOptimizer`, and add its name to `config.sections_training.OptimizerName`.
+OPTIMIZERS: dict[str, Builder] = {
+    "Adam": lambda *arguments: _build_adam(elementwise.Adam, *arguments),
+    "AdamW": lambda *arguments: _build_adam(elementwise.AdamW, *arguments),
+    "Lion": lambda groups, section, surroundings: elementwise.Lion(
+        groups, section, surroundings.shard_indices, surroundings.seed
+    ),
+    "Muon": lambda groups, section, surroundings: Muon(
+        groups, section, surroundings.find_matrices, surroundings.device
+    ),
+}
+
+
+def _build_adam(
+    kind: type[elementwise.Adam],
+    groups: list[ParameterGroup],
+    section: OptimizerSection,
+    surroundings: Surroundings,
+) -> torch.optim.Optimizer:
+    """Build torch's Adam or AdamW, or `kind` if torch's has no such states or rounding."""
+    if section.state_dtype is None and section.bf16_rounding == "nearest":
+        return build_adam(groups, section)
+    return kind(groups, section, surroundings.shard_indices, surroundings.seed)
+
+
+def _build(
+    named: Iterable[tuple[str, Tensor]], section: OptimizerSection, surroundings: Surroundings
+) -> list[torch.optim.Optimizer]:
+    """Build one optimizer of torch for each name in use."""
+    groups: dict[str, list[ParameterGroup]] = defaultdict(list)
+    for group in group_parameters(named, section, surroundings.sharding):
+        groups[group.optimizer].append(group)
+    if "Muon" in section.names and not groups["Muon"]:
+        # Its step is a collective, and this pipeline stage has no matrices.
+        groups["Muon"].append(ParameterGroup("", "Muon", section.lr, 0.0, []))
+    return [OPTIMIZERS[name](members, section, surroundings) for name, members in groups.items()]
 
 
 def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Step unless `skip` is 1. On a GPU, the host does not read `skip`."""
-    if optimizer.defaults["fused"]:
+    if isinstance(optimizer, GatedOptimizer):
+        optimizer.gated_step(skip)
+    elif optimizer.defaults["fused"]:
         # The fused kernels read this attribute.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
@@ -90,9 +115,9 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         for tensor in (parameter, *optimizer.state[parameter].values()):
-            local = tensor.to_local() if hasattr(tensor, "placements") else tensor
-            integer = INTEGERS[local.element_size()]
-            by_type[integer].append(local.view(integer))
+            shard = local(tensor)
+            integer = INTEGERS[shard.element_size()]
+            by_type[integer].append(shard.view(integer))
     old = {integer: torch._foreach_mul(bits, skip.to(integer)) for integer, bits in by_type.items()}
     optimizer.step()
     for integer, bits in by_type.items():
@@ -101,13 +126,15 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
 
 
 class Optimizer:
-    """Adam or AdamW over named parameters. A step with `skip` = 1 changes no weight.
+    """The optimizers of all named parameters. A step with `skip` = 1 changes no weight.
 
-    The `fused` implementation reads `skip` on the device. `foreach` and `for-loop` cannot: on a
-    GPU, `step_or_restore` reverts their update; on the CPU, the host reads `skip`.
+    The optimizers of this package read `skip` on the device, and so does torch's `fused`
+    implementation of Adam. `foreach` and `for-loop` cannot: on a GPU, `step_or_restore` reverts
+    their update; on the CPU, the host reads `skip`.
 
     The state contains only tensors. Hyperparameters come from the config and the schedule, never
     from a checkpoint. `is_atomic`: a step updates all weights of all ranks or none.
+    `lr` is the learning rate of parameters in no group, `group_lr` that of each group by its name.
     """
 
     is_atomic = True
@@ -117,24 +144,34 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, Tensor]],
         section: OptimizerSection,
         all_ranks: ProcessGroup | None,
+        surroundings: Surroundings,
     ) -> None:
         self.all_ranks = all_ranks
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
-        self.peak_lr: float = section.lr
-        self._optimizers = self._make(section)
+        self.lr: float = section.lr
+        self.group_lr: dict[str, float] = {}
+        self._peak_lr: float = section.lr
+        self._peak_group_lr = {
+            name: group.lr or section.lr for name, group in section.groups.items()
+        }
+        self._optimizers = self._make(section, surroundings)
 
-    def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
-        return [_build(self.named, section)]
+    def _make(
+        self, section: OptimizerSection, surroundings: Surroundings
+    ) -> list[torch.optim.Optimizer]:
+        return _build(self.named, section, surroundings)
 
     @property
     def parameters(self) -> list[Tensor]:
         return [p for _, p in self.named]
 
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the next update."""
+    def scale_lr(self, factor: float) -> None:
+        """Set the learning rates of the next update to `factor` times their peaks."""
+        self.lr = self._peak_lr * factor
+        self.group_lr = {name: peak * factor for name, peak in self._peak_group_lr.items()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = group["peak_lr"] * factor
 
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip all gradients to a global norm of `max_norm`.
@@ -167,6 +204,34 @@ class Optimizer:
         state = {p: s for optimizer in self._optimizers for p, s in optimizer.state.items()}
         yield from ((name, state[p]) for name, p in self.named)
 
+    def describe(self) -> list[str]:
+        """Return lines for the log: who updates what, and the memory of one parameter.
+
+        They count the elements of this rank's shards.
+        """
+        sizes: dict[str, list[tuple[Tensor, int]]] = defaultdict(list)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                place = f" (group {group['group']})" if group["group"] else ""
+                title = (
+                    f"{type(optimizer).__name__}{place}, peak lr {group['peak_lr']:.3g}, "
+                    f"weight decay {group['weight_decay']:.3g}"
+                )
+                for p in group["params"]:
+                    state = optimizer.state[p].values()
+                    sizes[title].append((p, sum(map(_num_bytes, state))))
+        lines = []
+        for title, members in sizes.items():
+            num_elements = max(1, sum(local(p).numel() for p, _ in members))
+            state_bytes = sum(num_bytes for _, num_bytes in members) / num_elements
+            weight_bytes = sum(_num_bytes(p) for p, _ in members) / num_elements
+            lines.append(
+                f"Optimizer: {title}: {len(members)} tensors, {num_elements:,} parameters on this "
+                f"rank, {2 * weight_bytes + state_bytes:.2f} bytes per parameter (weight "
+                f"{weight_bytes:.2f} + gradient {weight_bytes:.2f} + state {state_bytes:.2f})"
+            )
+        return lines
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state tensors under flat names, `state.<parameter>.<key>`.
 
@@ -185,6 +250,12 @@ class Optimizer:
                 value.copy_(state_dict[name])
 
 
+def _num_bytes(tensor: Tensor) -> int:
+    """Return the bytes of this rank's shard."""
+    shard = local(tensor)
+    return shard.numel() * shard.element_size()
+
+
 class OptimizerInBackward(Optimizer):
     """Update each block as soon as its gradients are complete, then free the gradients.
 
@@ -195,19 +266,24 @@ class OptimizerInBackward(Optimizer):
 
     is_atomic = False
 
-    def _make(self, section: OptimizerSection) -> list[torch.optim.Optimizer]:
+    def _make(
+        self, section: OptimizerSection, surroundings: Surroundings
+    ) -> list[torch.optim.Optimizer]:
         self._skip_next: Tensor | None = None
         self._norms: dict[int, list[Tensor]] = {}
         blocks: dict[str, list[tuple[str, Tensor]]] = defaultdict(list)
         for name, parameter in self.named:
             blocks[block_of(name)].append((name, parameter))
-        return [self._update_together(members, section) for members in blocks.values()]
+        return [
+            optimizer
+            for members in blocks.values()
+            for optimizer in self._update_together(_build(members, section, surroundings), members)
+        ]
 
     def _update_together(
-        self, members: list[tuple[str, Tensor]], section: OptimizerSection
-    ) -> torch.optim.Optimizer:
-        """Build one optimizer that steps when all of its parameters have a gradient."""
-        optimizer = _build(members, section)
+        self, optimizers: list[torch.optim.Optimizer], members: list[tuple[str, Tensor]]
+    ) -> list[torch.optim.Optimizer]:
+        """Let optimizers step when all of their parameters, `members`, have a gradient."""
         complete: list[Tensor] = []  # in backward order, in which the norms are summed
 
         def on_gradient(parameter: Tensor) -> None:
@@ -217,14 +293,14 @@ class OptimizerInBackward(Optimizer):
                 torch.cuda.current_stream().synchronize()
             complete.append(parameter)
             if len(complete) == len(members):
-                self._update(optimizer, complete)
+                self._update(optimizers, complete)
                 complete.clear()
 
         for _, parameter in members:
             parameter.register_post_accumulate_grad_hook(on_gradient)
-        return optimizer
+        return optimizers
 
-    def _update(self, optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
+    def _update(self, optimizers: list[torch.optim.Optimizer], parameters: list[Tensor]) -> None:
         all_norms = []
         for copies, grads in local_gradients(parameters).items():
             norms = local_norms(grads)
@@ -233,7 +309,8 @@ class OptimizerInBackward(Optimizer):
         skip = (torch.stack(all_norms).sum() * 0).ne(0).float()  # 0 * norm is 0 if finite, else NaN
         if self._skip_next is not None:
             skip = torch.maximum(skip, self._skip_next)
-        _gated_step(optimizer, skip)
+        for optimizer in optimizers:
+            _gated_step(optimizer, skip)
         for parameter in parameters:
             parameter.grad = None
 
@@ -267,6 +344,7 @@ def block_of(name: str) -> str:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     section: OptimizerSection,
+    surroundings: Surroundings,
     all_ranks: ProcessGroup | None = None,
 ) -> Optimizer:
     """Build the optimizer of `[optimizer]`.
@@ -275,4 +353,4 @@ def build_optimizer(
     all_ranks: the group of all ranks of the run, for the gradient norm. None for one rank.
     """
     kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
-    return kind(named_parameters, section, all_ranks)
+    return kind(named_parameters, section, all_ranks, surroundings)

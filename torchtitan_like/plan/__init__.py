@@ -1,4 +1,4 @@
-"""What would happen on N GPUs without having them: memory, traffic, time and the best layout.
+"""Estimate memory, traffic and time of layouts on N GPUs, and find the best one, without GPUs.
 
-The times come from a model of a few lines. They put layouts in order and are no forecast.
+The times come from a simple model. They only rank layouts and are no forecast.
 """

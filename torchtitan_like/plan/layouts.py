@@ -1,4 +1,4 @@
-"""What a plan is about: the sizes of a model, a cluster, and one layout of the ranks."""
+"""Inputs of a plan: the sizes of a model, a cluster, and one layout of the ranks."""
 
 from __future__ import annotations
 

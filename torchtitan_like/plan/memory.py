@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtitan_like.plan.layouts import Cluster, Model, Plan
+from torchtitan_like.util.units import GIB
 
-GIB = 2**30
 # Float32 weight, gradient and the two averages of Adam. A bfloat16 copy of the weight is gathered
 # for computing (18 bytes in total).
 BYTES_KEPT = 16

@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterator
 
 from torchtitan_like.plan.layouts import Cluster, Model, Plan
-from torchtitan_like.plan.memory import BYTES_KEPT, GIB, host_memory
+from torchtitan_like.plan.memory import BYTES_KEPT, host_memory
 from torchtitan_like.plan.search import Suggestion
+from torchtitan_like.util.units import GIB
 
 NUM_ROWS = 8
 NUM_CONFIGS = 3

@@ -18,7 +18,8 @@ from torchtitan_like.preflight.host_memory import check_host_memory
 from torchtitan_like.preflight.model import (
     check_attention,
     check_model,
-    check_weight_decay_patterns,
+    check_parameter_patterns,
+    read_sizes,
 )
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
 from torchtitan_like.preflight.rules import RULES
@@ -50,6 +51,12 @@ def load_checked(
         config = error.partial
         faulty = error.faulty
         problems += error.problems
+    try:
+        config, warnings = read_sizes(config)
+        problems += warnings
+    except ConfigError as error:
+        problems += error.problems
+        faulty |= {"model.flavor"}  # its checks would report the same cause
     device = device_type(config) if callable(device_type) else device_type
     checked = check(config, world_size, training=training, device_type=device)
     problems += [problem for problem in checked if not _reads_faulty_key(problem, faulty)]
@@ -103,7 +110,7 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_pipeline(run)
     yield from check_host_memory(run)
     yield from check_attention(run)
-    yield from check_weight_decay_patterns(run)
+    yield from check_parameter_patterns(run)
     yield from check_nccl(run)
     yield from check_tokenizer(run)
     yield from check_datasets(run.config)

@@ -49,6 +49,7 @@ class RunContext:
     tp: int = 1
     ep: int = 1
     expert_tp: int = 1
+    has_experts_mesh: bool = False
     is_resolved: bool = False
     spec: ModelSpec | None = None
     args: Any = None
@@ -78,6 +79,11 @@ class RunContext:
     def shards_weights(self) -> bool:
         """True if FSDP shards the weights over at least two ranks."""
         return self.dp_shard * self.cp > 1
+
+    @property
+    def divides_experts(self) -> bool:
+        """True if a key asks for experts on other ranks than the other weights."""
+        return self.ep > 1 or self.expert_tp > 1
 
     @property
     def num_expert_ranks(self) -> int:
@@ -196,6 +202,13 @@ class RunContext:
         return 0 < self.width("chunk_size") < longest
 
     @property
+    def has_dynamic_rope(self) -> bool:
+        """True if rotary frequencies depend on the length of the sequences."""
+        is_dynamic = getattr(self.args, "rope_type", "default") == "dynamic"
+        longest = max(self.seq_len("training"), self.seq_len("validation"))
+        return is_dynamic and longest > self.width("rope_original_seq_len")
+
+    @property
     def shards_head_and_tail(self) -> bool:
         """True if each rank computes one shard of each half of a sequence."""
         is_balanced = self.parallelism.context_parallel_load_balancer is not None
@@ -229,7 +242,12 @@ def build_context(
 ) -> RunContext:
     """Collect the facts of a run. spec, args: see `RunContext`."""
     parallelism = config.parallelism
-    dims, errors = (None, []) if world_size is None else resolve_degrees(parallelism, world_size)
+    limits = spec.constraints(args) if spec else None
+    has_experts = bool((limits or {}).get("n_experts"))
+    dims = None
+    errors: list[str] = []
+    if world_size is not None:
+        dims, errors = resolve_degrees(parallelism, world_size, has_experts=has_experts)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     # Only float8 depends on the compute capability, and asking for it initializes CUDA.
     needs_capability = device_type == "cuda" and FLOAT8 in config.model.converters
@@ -242,11 +260,12 @@ def build_context(
         cp=parallelism.context_parallel_degree,
         tp=parallelism.tensor_parallel_degree,
         ep=parallelism.expert_parallel_degree,
-        expert_tp=parallelism.expert_tensor_parallel_degree,
+        expert_tp=parallelism.expert_tensor_parallel_degree if has_experts else 1,
+        has_experts_mesh=dims is not None and dims.has_experts_mesh,
         is_resolved=dims is not None,
         spec=spec,
         args=args,
-        limits=spec.constraints(args) if spec else None,
+        limits=limits,
         device_type=device_type,
         gpu_capability=_gpu_capability() if needs_capability else None,
         local_world_size=int(local_world_size) if local_world_size.isdecimal() else None,

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import settings_of
-from torchtitan_like.config.problems import NO_EFFECT, Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, Problem
 from torchtitan_like.preflight.folders import describe_missing
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -71,7 +72,8 @@ def _check_named_dataset(config: JobConfig, section: str, table: str) -> Iterato
             f"{section}.dataset",
             None,
             f"one of {', '.join(datasets)}",
-            nearest(name, datasets) or f"to read a dataset of your own, set {section}.dataset_path",
+            did_you_mean(name, datasets)
+            or f"to read a dataset of your own, set {section}.dataset_path",
             involves=(f"{section}.dataset_path", table),
         )
     elif datasets[name].is_shipped and not datasets[name].file.exists():

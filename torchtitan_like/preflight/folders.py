@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import Problem
+from torchtitan_like.util.run_directory import step_name, step_number
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -65,7 +67,7 @@ def check_initial_checkpoint(config: JobConfig) -> Iterator[Problem]:
             severity="training_error",
             involves=("checkpoint.start", "job.dump_folder", "model.hf_assets_path"),
         )
-    if section.load_step >= 0 and not (steps_folder / f"step-{section.load_step}").is_dir():
+    if section.load_step >= 0 and not (steps_folder / step_name(section.load_step)).is_dir():
         yield Problem(
             "checkpoint.load_step",
             None,
@@ -77,8 +79,8 @@ def check_initial_checkpoint(config: JobConfig) -> Iterator[Problem]:
 
 def _list_steps(folder: Path) -> str:
     """Return a statement about the newest saved steps in a folder."""
-    names = (path.name.removeprefix("step-") for path in folder.glob("step-*"))
-    steps = sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    numbers = (step_number(path.name) for path in folder.glob("step-*"))
+    steps = sorted((number for number in numbers if number is not None), reverse=True)
     newest = ", ".join(map(str, steps[:10]))
     return f"{folder} holds the steps {newest}" if steps else f"{folder} holds none"
 
@@ -94,5 +96,5 @@ def _check_allowed_changes(patterns: list[str]) -> Iterator[Problem]:
         )
         if not is_argument and not is_match:
             expected = f'patterns that match a setting; "{pattern}" matches none'
-            remedy = nearest(pattern, keys) or 'for example "optimizer.lr" or "model.*"'
+            remedy = did_you_mean(pattern, keys) or 'for example "optimizer.lr" or "model.*"'
             yield Problem("checkpoint.allow_change", None, expected, remedy)

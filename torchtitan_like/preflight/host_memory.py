@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.preflight.rules.keys import DEGREES, MODEL_KEYS
-from torchtitan_like.util.host_memory import GIB, host_memory
+from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Training

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.config.problems import Problem, nearest
+from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
 from torchtitan_like.models.attention_rules import unsupported_attention
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
-from torchtitan_like.preflight.rules.keys import MODEL_KEYS
+from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
 from torchtitan_like.util.modules import import_named
+from torchtitan_like.util.reading import read_json
+from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -18,9 +21,53 @@ if TYPE_CHECKING:
     from torchtitan_like.preflight.context import RunContext
 
 
-def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
-    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+def read_sizes(config: JobConfig) -> tuple[JobConfig, list[Problem]]:
+    """Return the configuration with the sizes of config.json in model.hf_assets_path, and warnings.
+
+    This concerns families that take their sizes from such a file, unless model.flavor is one of the
+    family's, as in a stored configuration. Other configurations are returned unchanged.
+
+    Raises ConfigError if there is no such file, or for each of its fields that is not supported.
+    """
     section = config.model
+    spec, _ = _find_spec(config)
+    if spec is None or spec.hf_args is None or section.flavor in spec.flavors:
+        return config, []
+    file = Path(section.assets_folder) / "config.json"
+    try:
+        fields = read_json(file)
+        if not isinstance(fields, dict):
+            raise ValueError("it contains no table")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        expected = (
+            f'a folder with the config.json of a model, which model.name = "{section.name}" '
+            f"reads; {file}: {reason}"
+        )
+        remedy = "give the folder of a downloaded model, or another model.name"
+        problem = Problem(HF_ASSETS, None, expected, remedy, involves=("model.name",))
+        raise ConfigError([config.locate(problem)]) from error
+    try:
+        model = spec.hf_args(fields)
+    except ValueError as error:
+        remedy = "use another checkpoint, or convert it to a supported one"
+        problems = [
+            Problem(HF_ASSETS, None, f"a supported config.json; it has {line}", remedy)
+            for line in str(error).splitlines()
+        ]
+        raise ConfigError([config.locate(problem) for problem in problems]) from error
+    warnings = [
+        Problem(HF_ASSETS, None, f"{file} {note}", severity="warning") for note in model.notes
+    ]
+    if config.is_set("model.flavor"):
+        effect = f"{NO_EFFECT}: {file} sets it"
+        warnings.append(Problem("model.flavor", None, effect, severity="warning"))
+    located = [config.locate(problem) for problem in warnings]
+    return config.with_sizes(model.flavor, model.args, str(file)), located
+
+
+def _find_spec(config: JobConfig) -> tuple[ModelSpec | None, list[Problem]]:
+    """Import the user's module, and return the model of that name, or the problem."""
     module = config.experimental.custom_import
     if module:
         try:
@@ -28,16 +75,24 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
         except Exception as error:  # user code may raise anything
             reason = f"{type(error).__name__}: {error}"
             expected = f"a module or a .py file that can be imported; {reason}"
-            return None, None, [Problem("experimental.custom_import", None, expected)]
+            return None, [Problem("experimental.custom_import", None, expected)]
     try:
-        spec = get_spec(section.name)
+        return get_spec(config.model.name), []
     except KeyError as error:
         expected = f"a registered model: {error.args[0]}"
         involves = ("experimental.custom_import",)
-        return None, None, [Problem("model.name", None, expected, involves=involves)]
+        return None, [Problem("model.name", None, expected, involves=involves)]
+
+
+def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
+    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+    section = config.model
+    spec, problems = _find_spec(config)
+    if spec is None:
+        return None, None, problems
     if section.flavor not in spec.flavors:
         expected = f"a flavor of {section.name}: {', '.join(spec.flavors)}"
-        remedy = nearest(section.flavor, spec.flavors)
+        remedy = did_you_mean(section.flavor, spec.flavors)
         problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
         return None, None, [problem]
     try:
@@ -80,17 +135,51 @@ def check_attention(run: RunContext) -> Iterator[Problem]:
         )
 
 
-def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
-    """Check that each pattern of optimizer.no_weight_decay matches a parameter.
+def check_parameter_patterns(run: RunContext) -> Iterator[Problem]:
+    """Check that each pattern of [optimizer] matches a parameter, and no parameter two groups.
 
-    The parameters of a misspelled pattern would decay.
+    The parameters of a misspelled pattern would have other settings than expected.
     """
-    spec = run.spec
-    section = run.config.optimizer
-    if spec is None or not section.weight_decay:
+    if run.spec is None:
         return
-    tied = dict(spec.tied(run.args))
-    rows = [row if isinstance(row, tuple) else (row.native,) for row in spec.hf_names(run.args)]
+    section = run.config.optimizer
+    patterns = {
+        f"optimizer.groups.{name}.parameters": group.parameters
+        for name, group in section.groups.items()
+    }
+    if section.has_weight_decay:
+        patterns["optimizer.no_weight_decay"] = section.no_weight_decay
+    templates, names = _parameter_names(run)
+    for key, pattern in [(key, each) for key, group in patterns.items() for each in group]:
+        if names and not any(fnmatchcase(name, pattern) for name in names):
+            examples = ", ".join(template.replace("{}", "0") for template in templates)
+            yield Problem(
+                key,
+                None,
+                f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
+                did_you_mean(pattern, names),
+                involves=MODEL_KEYS,
+            )
+    ambiguous = {name: groups for name in names if len(groups := section.groups_of(name)) > 1}
+    if ambiguous:
+        name, groups = next(iter(ambiguous.items()))
+        yield Problem(
+            f"optimizer.groups.{groups[1]}.parameters",
+            None,
+            f'patterns of parameters in no other group; {name} is in "{groups[0]}" too',
+            "change the patterns of one group",
+            involves=(f"optimizer.groups.{groups[0]}.parameters", *MODEL_KEYS),
+        )
+
+
+def _parameter_names(run: RunContext) -> tuple[list[str], list[str]]:
+    """Return the names of the model's parameters: with "{}" for the layer, and for every layer.
+
+    Some layers of a family may lack some of the names.
+    """
+    assert run.spec is not None
+    tied = dict(run.spec.tied(run.args))
+    rows = [row if isinstance(row, tuple) else (row.native,) for row in run.spec.hf_names(run.args)]
     templates = [
         name
         for native, *_ in rows
@@ -103,13 +192,4 @@ def check_weight_decay_patterns(run: RunContext) -> Iterator[Problem]:
         for template in templates
         for name in dict.fromkeys(template.replace("{}", str(layer)) for layer in layers)
     ]
-    for pattern in section.no_weight_decay:
-        if names and not any(fnmatchcase(name, pattern) for name in names):
-            examples = ", ".join(template.replace("{}", "0") for template in templates)
-            yield Problem(
-                "optimizer.no_weight_decay",
-                None,
-                f'patterns that match a parameter; "{pattern}" matches none of {examples}, ...',
-                nearest(pattern, names),
-                involves=MODEL_KEYS,
-            )
+    return templates, names

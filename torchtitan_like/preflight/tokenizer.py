@@ -8,13 +8,13 @@ from pathlib import Path
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.folders import describe_missing
-from torchtitan_like.preflight.rules.keys import MODEL_KEYS
+from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
 
 
 def check_tokenizer(run: RunContext) -> Iterator[Problem]:
     """Check that the tokenizer exists and is readable, and that the vocabulary has all its ids."""
     config = run.config
-    key = "model.tokenizer_path" if config.model.tokenizer_path else "model.hf_assets_path"
+    key = "model.tokenizer_path" if config.model.tokenizer_path else HF_ASSETS
     path = Path(config.model.tokenizer_folder)
     if config.model.tokenizer_path:
         remedy = "put the tokenizer into the folder model.hf_assets_path"

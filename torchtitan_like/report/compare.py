@@ -16,7 +16,7 @@ from torchtitan_like.util.run_directory import ENVIRONMENT, numbered_attempts
 
 # Keys of metrics.jsonl that must not depend on layout or restarts.
 DATA_KEYS = ("n_tokens_seen", "num_valid_tokens", "data_digest", "data_digest_chain")
-NUMBER_KEYS = ("lr", "skipped", "loss", "max_loss", "grad_norm", "sources")
+NUMBER_KEYS = ("lr", "group_lr", "skipped", "loss", "max_loss", "grad_norm", "sources")
 MEASURED_KEYS = ("loss", "max_loss", "grad_norm")  # whose largest difference is printed
 
 

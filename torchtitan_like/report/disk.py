@@ -7,6 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtitan_like.util.run_directory import MANIFEST
+
 
 @dataclass(frozen=True)
 class Space:
@@ -50,7 +52,7 @@ def disk_usage(folder: Path) -> tuple[int, int]:
 def newest_checkpoint(run: Path) -> CheckpointSize | None:
     """Measure a run's newest checkpoint, in a checkpoint folder of any name."""
     times = {}
-    for manifest in run.glob("*/step-*/manifest.json"):
+    for manifest in run.glob(f"*/step-*/{MANIFEST}"):
         with suppress(FileNotFoundError):  # a live run deletes old checkpoints
             times[manifest] = manifest.stat().st_mtime
     if not times:

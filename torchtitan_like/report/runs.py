@@ -13,10 +13,13 @@ from torchtitan_like.report.status import SILENT_SECONDS, format_clock, total_st
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     CONFIG,
+    MANIFEST,
     METRICS,
     heartbeat_file,
     newest_attempt,
     read_exit,
+    step_name,
+    step_number,
 )
 
 MAX_DEPTH = 3  # of run directories below the given folder
@@ -128,6 +131,6 @@ def _newest_checkpoint(folder: Path) -> int | None:
         names = os.listdir(folder)
     except OSError:
         return None
-    numbers = (name.removeprefix("step-") for name in names if name.startswith("step-"))
-    steps = sorted((int(number) for number in numbers if number.isdecimal()), reverse=True)
-    return next((s for s in steps if (folder / f"step-{s}" / "manifest.json").exists()), None)
+    numbers = (step_number(name) for name in names)
+    steps = sorted((number for number in numbers if number is not None), reverse=True)
+    return next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)

@@ -14,6 +14,7 @@ from torchtitan_like.util.run_directory import (
     read_exit,
     read_heartbeats,
 )
+from torchtitan_like.util.units import GIB
 
 SILENT_SECONDS = 60.0  # without a heartbeat
 MAX_RANKS_SHOWN = 8
@@ -34,7 +35,7 @@ def status_lines(run: Path, now: float) -> list[str]:
     progress = progress_lines(run, now)
     free = free_space(run)
     size = newest_checkpoint(run)
-    disk = f"disk: {free.num_bytes / 2**30:,.1f} GiB free"
+    disk = f"disk: {free.num_bytes / GIB:,.1f} GiB free"
     if size is not None:
         disk += f", room for {checkpoints_left(free, size):,} checkpoints"
     return [*progress, *end_lines(run), disk, *heartbeat_lines(run, now)]

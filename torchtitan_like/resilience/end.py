@@ -21,8 +21,8 @@ def end_process(code: int) -> NoReturn:
     NOTE: threads of a destroyed gloo group race with the interpreter's finalization. On torch 2.13,
     about 1 in 50 finished runs ended with SIGSEGV, which a launcher reports as a crash.
 
-    A signal during the wait exits at once with the same code, so that a late signal does not turn
-    a completed job into a failed one. An alarm does the same for a thread that hangs.
+    A signal during the wait exits at once with the same code: a late signal must not turn a
+    completed job into a failed one. An alarm does the same for a thread that hangs.
     """
     _flush()
     for signum in (*SIGNALS, signal.SIGALRM):

@@ -34,7 +34,7 @@ class Heartbeat:
     collective ends the process.
 
     trace: the file for the collectives, and a function that returns its content.
-    failures: notes write errors.
+    failures: records write errors.
     """
 
     def __init__(

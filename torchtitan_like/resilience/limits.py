@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from torchtitan_like.resilience.requests import Request
+from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger()
 
 INTERVAL = 5.0  # seconds between two memory checks
-GIB = 1024**3
 CGROUP = Path("/sys/fs/cgroup")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Progress = TypeVar("Progress")
 
-HISTORY = 4  # steps; the host notices frozen updates two steps later
+HISTORY = 4  # steps kept on the host, which notices frozen updates two steps later
 
 
 class NonFiniteStateError(Exception):

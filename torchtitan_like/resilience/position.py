@@ -1,4 +1,4 @@
-"""Where a rank is in its run."""
+"""The position of a rank in its run: step, micro-batch and phase."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Requests: actions that one rank asks of all ranks, such as stopping or saving a checkpoint.
+"""Requests: actions that one rank requests of all ranks, such as stopping or saving a checkpoint.
 
-A rank only *notes* a request. The step's all-reduce carries it as a count (see `agreement`), and
-all ranks act on it at the same step, at most two steps after the note.
+A rank only *records* a request. The step's all-reduce sends it as a count (see `agreement`). All
+ranks act on it at the same step, at most two steps later.
 """
 
 from __future__ import annotations

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
-from torchtitan_like.util.run_directory import EXIT, parse_config, read_exit
+from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config, read_exit
 
-CRASH = 1
 # Ends after which the same command may succeed. All others need a person, or nothing.
 WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
-STARTS = "slurm.json"  # in the run directory: starts in a row without a new checkpoint
 NEEDED = (
     ("job", "dump_folder"),
     ("training", "steps"),
@@ -45,9 +43,9 @@ def before(config: dict[str, Any]) -> int:
     """Print the step to continue from, or `none`. Returns 0.
 
     Builds nothing, so that the tasks of a queue end in seconds. Raises ValueError if
-    MAX_IN_VAIN is not a number, CheckpointError, OSError.
+    MAX_STALLED_STARTS is not a number, CheckpointError, OSError.
     """
-    _max_in_vain()  # an error now, not after the run
+    _max_stalled_starts()  # an error now, not after the run
     switch = _kill_switch(config)
     step = _newest_step(config)
     last = int(config["training"]["steps"])
@@ -68,19 +66,19 @@ def before(config: dict[str, Any]) -> int:
 def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     """Print the exit code of the job. Returns 0 if it is over, and 75 to queue it again.
 
-    first: the step that the job continued from. Raises ValueError if MAX_IN_VAIN is not a number,
+    first: the step that the job continued from. Raises ValueError if MAX_STALLED_STARTS is not a number,
     CheckpointError.
     """
     folder = _run_folder(config)
     step = _newest_step(config)
     code, reason_of_code = _code_of_run(folder, srun_code)
-    in_vain = 0 if step > first else _starts_in_vain(folder) + 1
+    num_stalled = 0 if step > first else _count_stalled_starts(folder) + 1
     uncounted = ""
     try:
-        _write_starts(folder, in_vain)
+        _write_starts(folder, num_stalled)
     except OSError as error:  # a run cannot write either; without a count it would start forever
         uncounted = str(error)
-    reason = _reason_to_end(config, code, in_vain, uncounted)
+    reason = _reason_to_end(config, code, num_stalled, uncounted)
     decision = f"the job ends: {reason}" if reason else "the job is queued again"
     show_error(
         f"The run has ended with {reason_of_code}, its newest checkpoint is of step {step}; "
@@ -91,7 +89,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
 
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
-    """Return the run's exit code, and a phrase that says where it is from."""
+    """Return the run's exit code, and a phrase that names its source."""
     # A rank rejected the configuration. Another rank that waited may have written exit.json.
     if srun_code == ExitCode.BAD_CONFIG:
         return srun_code, f"code {srun_code}"
@@ -102,27 +100,36 @@ def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
     return code, f"code {code}"
 
 
-def _reason_to_end(config: dict[str, Any], code: int, in_vain: int, uncounted: str) -> str | None:
+def _reason_to_end(
+    config: dict[str, Any], code: int, num_stalled: int, uncounted: str
+) -> str | None:
     """Return why the job is not queued again; None if it is."""
     switch = _kill_switch(config)
-    max_in_vain = _max_in_vain()
-    starts = f"{in_vain} starts in a row have brought no new checkpoint (MAX_IN_VAIN={max_in_vain})"
+    max_stalled = _max_stalled_starts()
+    starts = (
+        f"{num_stalled} starts in a row have saved no new checkpoint "
+        f"(MAX_STALLED_STARTS={max_stalled})"
+    )
     reasons = {
         "nothing is left to do": code == ExitCode.DONE,
         "a retry would end the same way": code not in WORTH_A_RETRY,
-        f"{switch} is there": switch.exists(),
+        f"the kill switch {switch} exists": switch.exists(),
         "the next task of the array continues": "SLURM_ARRAY_JOB_ID" in os.environ,
         "REQUEUE=0": os.environ.get("REQUEUE", "1") == "0",
-        starts: in_vain >= max_in_vain,
-        f"starts without progress cannot be counted: {uncounted}": in_vain > 0 and bool(uncounted),
+        starts: num_stalled >= max_stalled,
+        f"starts without progress cannot be counted: {uncounted}": num_stalled > 0
+        and bool(uncounted),
     }
     return next((reason for reason, applies in reasons.items() if applies), None)
 
 
-def _max_in_vain() -> int:
-    text = os.environ.get("MAX_IN_VAIN", "3")
+def _max_stalled_starts() -> int:
+    old_name = os.environ.get("MAX_IN_VAIN", "3")
+    text = os.environ.get("MAX_STALLED_STARTS", old_name)
     if not text.isdecimal():
-        raise ValueError(f"MAX_IN_VAIN is {text!r}. Expected a number of starts. Correct it.")
+        raise ValueError(
+            f"MAX_STALLED_STARTS is {text!r}. Expected a number of starts. Correct it."
+        )
     return int(text)
 
 
@@ -143,18 +150,19 @@ def _newest_step(config: dict[str, Any]) -> int:
     return steps[-1].step if steps else 0
 
 
-def _starts_in_vain(folder: Path) -> int:
-    """Return how many starts of this job in a row have brought no new checkpoint."""
+def _count_stalled_starts(folder: Path) -> int:
+    """Return how many consecutive starts of this job have saved no new checkpoint."""
     try:
         content = read_json(folder / STARTS)
-        check_kinds(content, {"in_vain": INTEGER})
+        check_kinds(content, {"in_vain": INTEGER, "stalled_starts": INTEGER})
     except (OSError, ValueError, AttributeError):
         return 0
     is_of_this_job = content.get("job") == os.environ.get("SLURM_JOB_ID")
-    return int(content.get("in_vain") or 0) if is_of_this_job else 0
+    num_stalled = content.get("stalled_starts", content.get("in_vain"))
+    return int(num_stalled or 0) if is_of_this_job else 0
 
 
-def _write_starts(folder: Path, in_vain: int) -> None:
+def _write_starts(folder: Path, num_stalled: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "in_vain": in_vain})
+    text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "stalled_starts": num_stalled})
     (folder / STARTS).write_text(text + "\n", encoding="utf-8")

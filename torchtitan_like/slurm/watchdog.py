@@ -15,13 +15,12 @@ from torchtitan_like.report.disk import (
     free_space,
     newest_checkpoint,
 )
-
-GIB = 2**30
+from torchtitan_like.util.units import GIB
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A line for the log. is_alert: a person should know."""
+    """A line for the log. is_alert: the line is also sent to a person."""
 
     message: str
     is_alert: bool

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+CRASH = 1  # any error that the ranks did not agree on; without an exit.json
+
 
 class ExitCode(IntEnum):
     """Each name in lower case is the `reason` in exit.json."""
@@ -16,7 +18,7 @@ class ExitCode(IntEnum):
     DONE = 0  # the last step is done, or all data is read
     BAD_DATA = 65  # data is malformed, or differs from what the checkpoint was trained on
     LOST_PEER = 69  # a rank was killed or hung without an error record; start again to continue
-    BAD_NUMBERS = 70  # a non-finite loss or gradient; the weights are those before it
+    BAD_NUMBERS = 70  # a non-finite loss or gradient; the saved weights are from before it
     STORAGE = 74  # a checkpoint could not be written or read, or another file could not be written
     REQUEUE = 75  # stopped by SIGTERM, by a deadline or because memory ran low; start again
     BAD_CONFIG = 78  # the config must be changed first

@@ -47,7 +47,7 @@ def atomic_file(
 
     It is written as `temporary` in the same folder, by default `<name>.tmp-<process id>`. If the
     block raises, `path` is unchanged and `temporary` is removed; a kill leaves `temporary`.
-    durable: the file and its name survive a power cut after the block. Raises OSError.
+    durable: the file and its name survive a power failure after the block. Raises OSError.
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:

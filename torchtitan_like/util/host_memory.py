@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-GIB = 1024**3
-
 
 class HostMemory(NamedTuple):
     """Bytes of host memory: the limit of the machine or control group, and the available part."""

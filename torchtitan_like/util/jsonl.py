@@ -78,7 +78,7 @@ class JsonlFile:
         self._num_dropped = 0
 
     def append(self, rows: Iterable[Mapping[str, object]] = ()) -> None:
-        """Write the rows. They survive the end of this process, but not a power cut."""
+        """Write the rows. They survive the end of this process, but not a power failure."""
         self._unwritten += map(encode, rows)
         num_surplus = max(0, len(self._unwritten) - MAX_UNWRITTEN)
         del self._unwritten[:num_surplus]

@@ -16,8 +16,8 @@ from typing import Any, TextIO, cast
 class OutputError(BaseException):
     """Stdout cannot be written.
 
-    This is not an Exception, so that no handler mistakes it for an error of a file that the command
-    reads, and logging does not drop it.
+    This is not an Exception. So no handler mistakes it for an error of an input file, and logging
+    does not drop it.
     """
 
     def __init__(self, error: OSError) -> None:

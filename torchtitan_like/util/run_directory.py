@@ -3,9 +3,13 @@
     config.toml            resolved configuration of the newest attempt
     metrics.jsonl          one row per step
     validation.jsonl       one row per validation
+    eval.jsonl             one row per checkpoint, task and metric of `titan eval`
     events.jsonl           checkpoints, spikes, stops
     exit.json              reason, code and step of the end; absent while a run is alive
+    slurm.json             starts of a Slurm job in a row without a new checkpoint
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run
+    <checkpoint.folder>/   run.lock
+        step-<n>/          manifest.json, config.toml; PIN: prevents its deletion
     attempts/<n>/          one start of all ranks of the job; 0: errors of starts without a number
         config.toml        environment/
         logs/rank<r>.log   heartbeat/rank-<r>.json
@@ -19,6 +23,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -44,10 +49,18 @@ else:
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 VALIDATION = "validation.jsonl"
+EVALUATION = "eval.jsonl"
 EVENTS = "events.jsonl"
 EXIT = "exit.json"
+STARTS = "slurm.json"
 EXPORT_SWITCH = "EXPORT"  # `resilience` names the other two
 ATTEMPTS = "attempts"
+
+# In the folder of the checkpoints, and in each of them.
+LOCK = "run.lock"
+STEP = re.compile(r"step-(\d+)")
+MANIFEST = "manifest.json"
+PIN = "PIN"  # users may write a reason into it
 
 # In the folder of an attempt.
 ENVIRONMENT = "environment"
@@ -150,6 +163,26 @@ def write_exit_for_launcher(end: RunEnd) -> None:
         write_exit(Path(folder), end)
     except OSError as error:
         raise StorageError(f"{message}: {error}") from error
+
+
+def find_run(path: Path) -> Path | None:
+    """Return the run directory that contains `path`, such as a checkpoint; None outside of runs."""
+    parents = path.resolve().parents
+    return next((parent for parent in parents if (parent / ATTEMPTS).is_dir()), None)
+
+
+# ---- checkpoints
+
+
+def step_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step-{step}"
+
+
+def step_number(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder, or None if it is another name."""
+    match = STEP.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 # ---- attempts

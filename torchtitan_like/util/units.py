@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+GIB = 1024**3
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Smallest duration in the unit, seconds per unit, digits after the decimal point.
 TIME_UNITS = (("days", 2 * 86400, 86400, 1), ("h", 7200, 3600, 1), ("min", 120, 60, 0))

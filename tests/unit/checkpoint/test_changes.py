@@ -59,6 +59,7 @@ REFUSED = [
     "--training.max_norm 2",
     "--optimizer.lr 1e-3",
     "--optimizer.no_weight_decay *norm*",
+    "--optimizer.groups.a.parameters *norm*",
     "--lr_scheduler.warmup_steps 10",
     "--lr_scheduler.total_steps 10",
     "--debug.matmul_precision high",

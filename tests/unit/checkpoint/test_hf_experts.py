@@ -144,9 +144,11 @@ def test_fused_experts_are_read(tmp_path, name):
     assert_equal_states(loaded_model, model)
 
 
-def test_float8_experts_are_dequantized(tmp_path):
-    """DeepSeek's files quantize projections in blocks of 128 x 128, and no other tensors."""
-    spec, args, model = build(dim=160, moe_inter_dim=136, inter_dim=136)
+def write_float8(folder, spec, args, model):
+    """Write projections in blocks of 128 x 128 and no other tensors, like DeepSeek's files.
+
+    Returns the dequantized tensors by name.
+    """
     stored = stored_tensors(spec.hf_names(args), model)
     expected = dict(stored)
     for name in list(stored):
@@ -154,9 +156,15 @@ def test_float8_experts_are_dequantized(tmp_path):
             values, scales, dequantized = quantize(stored[name] * 50, (128, 128))
             stored |= {name: values, f"{name}_scale_inv": scales}
             expected[name] = dequantized
-    save_file(stored, tmp_path / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
     method = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": method}))
+    (folder / "config.json").write_text(json.dumps({"quantization_config": method}))
+    return expected
+
+
+def test_float8_experts_are_dequantized(tmp_path):
+    spec, args, model = build(dim=160, moe_inter_dim=136, inter_dim=136)
+    expected = write_float8(tmp_path, spec, args, model)
     _, _, loaded_model = build(dim=160, moe_inter_dim=136, inter_dim=136, seed=1)
     report = load(tmp_path, spec, args, loaded_model, quantized=True)
     assert report.unused == ()

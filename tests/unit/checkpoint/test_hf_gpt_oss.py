@@ -6,18 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.harness.family import Family
 from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf import mxfp4, reads, safetensors_source
-from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
-from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.checkpoint.hf.load import config_differences
+from torchtitan_like.models import resolve_args
 from torchtitan_like.models.hf_table import Row, links
 
-GPT_OSS = get_spec("gpt_oss")
 SIZES = {
     "dim": 64,
     "n_layers": 2,
@@ -31,51 +27,13 @@ SIZES = {
 }
 
 
-def build(dtype=torch.float32, seed=0):
-    args = resolve_args(GPT_OSS, "debugmodel", SIZES)
-    with torch.device("meta"):
-        model = GPT_OSS.build(args).to(dtype)
-    materialize(model, torch.device("cpu"))
-    initialize(model, GPT_OSS.init_table(args), seed)
-    return args, model
-
-
-def export(folder, args, model, dtype):
-    write_export(
-        folder,
-        model.state_dict(),
-        rows=GPT_OSS.hf_names(args),
-        tied=GPT_OSS.tied(args),
-        dtype=dtype,
-        group=HostGroup.alone(),
-    )
-
-
-def load(folder, args, model, quantized=False):
-    return load_hf(
-        folder,
-        model.state_dict(),
-        rows=GPT_OSS.hf_names(args),
-        tied=GPT_OSS.tied(args),
-        quantized=quantized,
-        votes=Votes(HostGroup.alone()),
-    )
-
-
-def assert_equal_states(actual, expected):
-    expected_state = expected.state_dict()
-    for name, tensor in actual.state_dict().items():
-        assert torch.equal(tensor, expected_state[name]), name
+FAMILY = Family("gpt_oss", "debugmodel", SIZES)
+GPT_OSS, build, export, load = FAMILY.spec, FAMILY.build, FAMILY.export, FAMILY.load
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_export_is_read_back_bit_for_bit(tmp_path, dtype):
-    args, model = build(dtype)
-    export(tmp_path, args, model, dtype)
-    _, loaded_model = build(dtype, seed=1)
-    report = load(tmp_path, args, loaded_model)
-    assert report.unused == ()
-    assert_equal_states(loaded_model, model)
+    FAMILY.assert_an_export_is_read_back(tmp_path, dtype)
 
 
 def test_gate_and_up_projections_alternate(tmp_path):
@@ -112,7 +70,7 @@ def test_alternating_tensors_must_be_several_of_one_shape():
 
 
 def quantized_files(folder, args, model):
-    """Write random MXFP4 experts in place of those of the model; return the stored tensors."""
+    """Replace the experts in the files by random MXFP4 experts. Return the tensors."""
     export(folder, args, model, torch.bfloat16)
     stored = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(3)
@@ -134,7 +92,7 @@ def quantized_files(folder, args, model):
 
 
 @pytest.mark.parametrize("max_elements", [2**22, 500])
-def test_mxfp4_weights_equal_those_of_transformers(tmp_path, monkeypatch, max_elements):
+def test_mxfp4_weights_equal_transformers(tmp_path, monkeypatch, max_elements):
     """All 4-bit values, and scales from the smallest to the largest; in one box and in many."""
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     monkeypatch.setattr(reads, "MAX_ELEMENTS", max_elements)
@@ -200,7 +158,7 @@ def test_values_of_one_block():
     assert actual.tolist() == expected
 
 
-def test_the_published_config_equals_that_of_the_flavor(tmp_path):
+def test_the_published_config_equals_the_flavor(tmp_path):
     """The keys of openai/gpt-oss-20b's config.json that describe the model."""
     published = {
         "architectures": ["GptOssForCausalLM"],

@@ -6,17 +6,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.harness.family import Family
 from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
-from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models import get_spec, resolve_args
+from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.models.hf_table import count_named, links
 
-LLAMA4 = get_spec("llama4")
 SIZES = {
     "dim": 32,
     "n_layers": 2,
@@ -29,53 +24,13 @@ SIZES = {
 }
 
 
-def build(dtype=torch.float32, seed=0):
-    args = resolve_args(LLAMA4, "debugmodel_irope", SIZES)
-    with torch.device("meta"):
-        model = LLAMA4.build(args).to(dtype)
-    materialize(model, torch.device("cpu"))
-    initialize(model, LLAMA4.init_table(args), seed)
-    return args, model
-
-
-def export(folder, args, model, dtype):
-    write_export(
-        folder,
-        model.state_dict(),
-        rows=LLAMA4.hf_names(args),
-        tied=LLAMA4.tied(args),
-        dtype=dtype,
-        group=HostGroup.alone(),
-    )
-
-
-def load(folder, args, model):
-    return load_hf(
-        folder,
-        model.state_dict(),
-        rows=LLAMA4.hf_names(args),
-        tied=LLAMA4.tied(args),
-        quantized=False,
-        votes=Votes(HostGroup.alone()),
-        alternative_rows=LLAMA4.hf_alternative_names(args),
-        unread=LLAMA4.hf_unread(args),
-    )
-
-
-def assert_equal_states(actual, expected):
-    expected_state = expected.state_dict()
-    for name, tensor in actual.state_dict().items():
-        assert torch.equal(tensor, expected_state[name]), name
+FAMILY = Family("llama4", "debugmodel_irope", SIZES)
+LLAMA4, build, export, load = FAMILY.spec, FAMILY.build, FAMILY.export, FAMILY.load
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_export_is_read_back_bit_for_bit(tmp_path, dtype):
-    args, model = build(dtype)
-    export(tmp_path, args, model, dtype)
-    _, loaded_model = build(dtype, seed=1)
-    report = load(tmp_path, args, loaded_model)
-    assert report.unused == ()
-    assert_equal_states(loaded_model, model)
+    FAMILY.assert_an_export_is_read_back(tmp_path, dtype)
 
 
 def test_gate_projections_precede_up_projections(tmp_path):
@@ -110,7 +65,7 @@ def test_the_text_model_of_a_model_with_vision_is_read(tmp_path):
     _, loaded_model = build(seed=1)
     report = load(tmp_path, args, loaded_model)
     assert set(report.unused) == {name for name in stored if "language_model" not in name}
-    assert_equal_states(loaded_model, model)
+    FAMILY.assert_equal_states(loaded_model, model)
 
 
 def test_other_surplus_tensors_are_refused(tmp_path):

@@ -362,7 +362,7 @@ def test_only_floating_point_numbers_are_converted_and_an_alias_is_skipped():
             [[ShardInfo("w", "F32", (2,), ())], [ShardInfo("w", "BF16", (2,), ())]],
             "Expected the shards of one model",
         ),
-        ([[ShardInfo("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table knows"),
+        ([[ShardInfo("x", "F32", (2,), (((0, 2, 1),),))]], "no row of the table matches"),
         (
             [
                 [

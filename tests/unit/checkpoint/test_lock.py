@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.lock import LOCK, RunLock
+from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.util.run_directory import LOCK
 
 HOLDER_PROGRAM = """
 import sys, time

@@ -14,8 +14,8 @@ from tests.unit.checkpoint.folders import one_rank
 from torchtitan_like.checkpoint import saving
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.lock import LOCK
 from torchtitan_like.checkpoint.saving import Save
+from torchtitan_like.util.run_directory import LOCK
 
 # A single-process run ignores this warning, too.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,8 +12,9 @@ import pytest
 
 from tests.unit.checkpoint.folders import SHARD, make_steps, one_rank
 from torchtitan_like.checkpoint import step_folders
-from torchtitan_like.checkpoint.retention import PIN, Retention, pin_before
+from torchtitan_like.checkpoint.retention import Retention, pin_before
 from torchtitan_like.checkpoint.step_folders import numbered_folders, supersede_later
+from torchtitan_like.util.run_directory import PIN
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from tests.harness.extents import record_file
 from tests.unit.checkpoint.folders import flip_bit
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.lock import LockedError
-from torchtitan_like.checkpoint.publishing import STAGED, StagedOutput, verify_together
-from torchtitan_like.checkpoint.step_folders import MANIFEST
+from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput, verify_together
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.run_directory import MANIFEST
 
 
 def test_an_output_appears_when_it_is_published(tmp_path: Path) -> None:

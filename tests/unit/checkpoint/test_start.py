@@ -13,8 +13,9 @@ from tests.unit.checkpoint.folders import CONFIG, make_steps, one_rank
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import REMEDY
 from torchtitan_like.checkpoint.start import Start, decide_start, format_of
-from torchtitan_like.checkpoint.step_folders import MANIFEST, supersede_later
+from torchtitan_like.checkpoint.step_folders import supersede_later
 from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.util.run_directory import MANIFEST
 
 LAST_STEP = 20
 ASSETS = Path("nowhere")

@@ -13,7 +13,6 @@ from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.step_folders import (
-    MANIFEST,
     all_steps,
     file_records,
     numbered_folders,
@@ -24,6 +23,7 @@ from torchtitan_like.checkpoint.step_folders import (
     supersede_later,
     write_manifest,
 )
+from torchtitan_like.util.run_directory import MANIFEST
 
 
 def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
@@ -40,7 +40,7 @@ def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:
     assert file_records(manifest) == {"a": record}
     assert manifest["nested"] == content["nested"]
     assert {name: manifest[name] for name in ("format_version", "extent_bytes", "hash")} == {
-        "format_version": 2,
+        "format_version": 3,
         "extent_bytes": 4 * 2**20,
         "hash": "xxh3_128",
     }
@@ -90,9 +90,9 @@ def test_the_first_format_is_read_without_hashes(tmp_path: Path) -> None:
 
 
 def test_a_newer_format_is_named(tmp_path: Path) -> None:
-    write_manifest(tmp_path, {"format_version": 3, "kind": "full", "step": 5})
+    write_manifest(tmp_path, {"format_version": 4, "kind": "full", "step": 5})
     with pytest.raises(
-        CheckpointError, match=r"format_version 3, of a newer version.*Expected at most 2"
+        CheckpointError, match=r"format_version 4, of a newer version.*Expected at most 3"
     ) as caught:
         read_manifest(tmp_path)
     # A damaged step would make the run fall back to an older one.

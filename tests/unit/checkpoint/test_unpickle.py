@@ -50,7 +50,7 @@ def save_dcp(folder: Path, state: dict[str, Any]) -> Metadata:
     return metadata
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, 2, 3])
 @pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
 def test_metadata_of_every_format_loads_unchanged(version: int, protocol: int) -> None:
     file = ASSETS / f"v{version}" / "step-3" / ".metadata"
@@ -189,7 +189,7 @@ def test_torchao_tensors_load_if_torchao_is_installed(tmp_path: Path) -> None:
     safe = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()  # as in a process that has not imported it
     try:
-        with pytest.raises(CheckpointError, match="asks for torchao"):
+        with pytest.raises(CheckpointError, match="refers to torchao"):
             load_saved(tmp_path / "a.pt", tmp_path / "a.pt")
     finally:
         torch.serialization.add_safe_globals(safe)
@@ -205,7 +205,7 @@ def test_trust_pickle_converts_a_file_to_a_loadable_copy(
     argv = ["convert", str(source), str(copy), "--to", "pt"]
     assert titan(["ckpt", *argv]) == 2
     refusal = capsys.readouterr().err
-    assert "it asks for argparse.Namespace" in refusal
+    assert "it refers to argparse.Namespace" in refusal
     assert f"convert {source} COPY --to pt --trust-pickle" in refusal
     assert titan(["ckpt", *argv, "--trust-pickle"]) == 0
     assert "dropped args" in capsys.readouterr().out

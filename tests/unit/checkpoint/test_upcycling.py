@@ -68,7 +68,7 @@ def upcycle(folder, args, model, spec=None):
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])
 def test_logits_equal_the_dense_models(tmp_path, top_k):
-    """A token's weights of its experts sum to 1, and all experts are equal."""
+    """The weights of a token's experts sum to 1, and all experts are equal."""
     dense = save_hf(tmp_path)
     args, model = build("debugmodel_moe", EXPERTS | {"top_k": top_k})
     tokens = torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -79,7 +79,7 @@ def test_logits_equal_the_dense_models(tmp_path, top_k):
 
 
 def test_unnormalized_weights_change_the_logits(tmp_path):
-    """So the check warns."""
+    """The config check therefore warns."""
     dense = save_hf(tmp_path)
     args, model = build("debugmodel_moe", EXPERTS | {"route_norm": False})
     upcycle(tmp_path, args, model)
@@ -161,7 +161,7 @@ def test_a_model_with_experts_is_refused(tmp_path):
         ("qwen3", "8B", "num_experts = 0: the model has no experts"),
     ],
 )
-def test_families_without_a_dense_source_say_why(tmp_path, name, flavor, reason):
+def test_the_error_explains_why_a_family_has_no_dense_source(tmp_path, name, flavor, reason):
     spec = get_spec(name)
     args = spec.flavors[flavor]
     assert spec.upcycling(args) == reason

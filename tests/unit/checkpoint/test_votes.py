@@ -35,12 +35,12 @@ def test_only_damage_on_all_failed_ranks_is_damage(
         raise DamagedError("step-5")
 
     with pytest.raises(CheckpointError, match=message) as caught:
-        Votes(group).all_do(read)
+        Votes(group).run_on_all(read)
     assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("kind", [DamagedError, LockedError, CheckpointError])
-@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+@pytest.mark.parametrize("method", ["run_on_all", "run_on_leader"])
 def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[CheckpointError]) -> None:
     def act() -> None:
         raise kind("the reason")
@@ -50,7 +50,7 @@ def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[Checkp
     assert type(caught.value) is kind
 
 
-@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+@pytest.mark.parametrize("method", ["run_on_all", "run_on_leader"])
 def test_other_errors_name_the_rank(method: str) -> None:
     with pytest.raises(CheckpointError, match="^rank 0: ValueError: no number$"):
         getattr(Votes(HostGroup.alone()), method)(lambda: int_of("no number"))
@@ -68,7 +68,7 @@ def fail_with(tensors: Tensors) -> None:
     raise OSError("disk full")
 
 
-@pytest.mark.parametrize("method", ["all_do", "leader_does"])
+@pytest.mark.parametrize("method", ["run_on_all", "run_on_leader"])
 def test_an_error_keeps_no_memory_of_its_action(method: str) -> None:
     """The trainer disables automatic garbage collection, which frees cycles of references."""
     tensors = Tensors()

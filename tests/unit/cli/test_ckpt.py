@@ -151,7 +151,7 @@ def test_show_lists_the_manifest_and_every_tensor(
 ) -> None:
     code, text = run(capsys, "show", step)
     assert code == 0
-    assert {"kind: full", "step: 7", "seed: 1", "format_version: 2"} <= set(text.splitlines())
+    assert {"kind: full", "step: 7", "seed: 1", "format_version: 3"} <= set(text.splitlines())
     assert "model.layers.1.attention.wk.weight  float32  [16, 32]" in text
     assert "optimizer.step  int64  []" in text
     assert "train_state.json  (not a tensor)" in text

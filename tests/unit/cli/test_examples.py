@@ -96,10 +96,12 @@ def run_python(words: list[str], folder: Path, **env: str) -> str:
 TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
+    "run report",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
     "run replay",  # tests/distributed/test_replay.py
+    "eval",  # tests/integration/test_evaluation.py
     "node check",
     "node bench",  # tests/unit/node/test_node.py
     "slurm init",
@@ -146,13 +148,15 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run save", "run stop"),
-    *("node bench", "slurm init", "slurm watchdog"),
+    *("eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
     "free space. Send the output elsewhere.\n"
 )
-WITH_JSON = {"ckpt ls", "ckpt show", "ckpt verify", "data show", "run ls", "run compare"}
+WITH_JSON = {
+    *("ckpt ls", "ckpt show", "ckpt verify", "data show", "generate", "run ls", "run compare"),
+}
 
 
 def printing_words() -> list[str]:

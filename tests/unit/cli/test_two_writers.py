@@ -15,7 +15,7 @@ import pytest
 
 from tests.unit.checkpoint.folders import flip_bit, make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step
-from torchtitan_like.checkpoint import publishing
+from torchtitan_like.checkpoint import staged_output
 from torchtitan_like.checkpoint.tools import convert, export
 from torchtitan_like.cli import main as titan
 
@@ -102,9 +102,9 @@ def start(main: Callable[[], int], codes: dict[str, int], name: str) -> threadin
 
 
 POINTS = {
-    "locked": (publishing.StagedOutput, "__enter__", "after"),
-    "before the final name": (publishing.StagedOutput, "publish", "before"),
-    "after the final name": (publishing.StagedOutput, "publish", "after"),
+    "locked": (staged_output.StagedOutput, "__enter__", "after"),
+    "before the final name": (staged_output.StagedOutput, "publish", "before"),
+    "after the final name": (staged_output.StagedOutput, "publish", "after"),
 }
 
 

@@ -269,9 +269,12 @@ def layers(draw: st.DrawFn) -> Layer:
     chosen = draw(
         st.lists(st.sampled_from(SETTINGS), max_size=12, unique_by=lambda setting: setting.path)
     )
-    sources = [setting for setting in chosen if "<name>" in setting.path]
+    tables = {setting.path[:-1] for setting in chosen if "<name>" in setting.path}
+    required = {("optimizer", "groups", "<name>"): ("parameters", ["*"])}
     leaves = [(_named(setting.path), draw(_values(setting))) for setting in chosen]
-    leaves += [((*_named(setting.path)[:-1], "path"), "x") for setting in sources]
+    for table in sorted(tables):
+        key, value = required.get(table, ("path", "x"))
+        leaves.append(((*_named(table), key), value))
     return Layer("drawn", leaves)
 
 

@@ -11,7 +11,8 @@ from torchtitan_like.preflight import load_checked
 
 TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128,
               "qwen3_moe_debug": 2, "deepseek_v3_debug_model": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512,
-              "gpt_oss_debug_model": 2, "llama4_debug_model": 2, "llama4_17bx16e": 64}  # fmt: skip
+              "gpt_oss_debug_model": 2, "llama4_debug_model": 2, "llama4_17bx16e": 64,
+              "llama4_17bx128e": 64}  # fmt: skip
 LLAMA = {
     "llama3_1b": 8,
     "llama3_3b": 8,
@@ -45,13 +46,19 @@ def test_torchtitan_files_pass(name: str, world_size: int) -> None:
     load(f"tests/assets/torchtitan/{name}.toml", world_size)
 
 
-def test_torchtitans_file_with_too_few_micro_batches_is_refused() -> None:
-    """TorchTitan's own schedule refuses it too: a step has 1 micro-batch for 4 stages."""
+def test_too_few_micro_batches_in_a_file_are_an_error_only_in_training() -> None:
+    """TorchTitan's own schedule refuses this file too: a step has 1 micro-batch for 4 stages."""
     arguments = ["--job.config_file", "tests/assets/torchtitan/llama4_17bx128e.toml"]
-    with pytest.raises(ConfigError, match=r"(?s)1 problem.*1 are fewer than the 4 stages") as error:
-        load_checked(arguments, 64, training=False)
-    assert "pipeline_parallel_microbatch_size" in str(error.value)
-    load_checked([*arguments, "--training.local_batch_size", "4"], 64, training=False)
+    key, text = "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 4 stages"
+    warnings = load_checked(arguments, 64, training=False)[1]
+    (warning,) = [problem for problem in warnings if problem.key == key]
+    assert text in warning.expected and "so that there are 4" in warning.remedy
+    with pytest.raises(ConfigError) as error:
+        load_checked(arguments, 64, training=True)
+    errors = [problem for problem in error.value.problems if problem.severity == "error"]
+    assert key in [problem.key for problem in errors]
+    more = [*arguments, "--training.local_batch_size", "4"]
+    assert key not in [problem.key for problem in load_checked(more, 64, training=False)[1]]
 
 
 def test_values_of_torchtitan_files_are_loaded() -> None:

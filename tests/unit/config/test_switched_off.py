@@ -37,6 +37,7 @@ OFF = {
     ],
     "data.sources": ["--data.sources.a.path README.md --data.sources.a.format tokens"],
     "lr_scheduler.decay_ratio": ["--lr_scheduler.decay_ratio=0.0"],
+    "optimizer.name": ["--optimizer.name=Lion"],
     "optimizer.weight_decay": ["--optimizer.weight_decay=0.0"],
     "resilience.spike_threshold": ["--resilience.spike_threshold=0.0"],
     "comm.trace_buf_size": ["--comm.trace_buf_size=0"],

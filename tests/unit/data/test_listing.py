@@ -42,7 +42,7 @@ class Ranks(HostGroup):
         self._next = iter([*self._answers])
         return self
 
-    def leader_does(self, action: Callable[[], Any]) -> Any:
+    def run_on_leader(self, action: Callable[[], Any]) -> Any:
         answer = next(self._next, None)
         if answer is None:
             answer = pickle.dumps(action())
@@ -161,7 +161,7 @@ def test_a_file_that_changes_after_the_listing_is_not_read(
 
 def test_all_ranks_raise_an_error_of_the_listing_rank(tokenizer: Tokenizer, tmp_path: Path) -> None:
     class Failing(Ranks):
-        def leader_does(self, action: Callable[[], Any]) -> Any:
+        def run_on_leader(self, action: Callable[[], Any]) -> Any:
             raise DataError("no data")
 
     with pytest.raises(DataError, match="no data"):

@@ -465,7 +465,7 @@ def test_a_source_without_labels_is_refused(tokenizer: Tokenizer, tmp_path: Path
     texts = {"empty": write_jsonl(tmp_path / "a.jsonl", ["a", "b"])}
     settings_ = {"mask_document_starts": True, "add_bos": False, "add_eos": False}
     with pytest.raises(
-        DataError, match="text empty .*: 2 documents, .* has no labels: each document"
+        DataError, match="source empty .*: 2 documents, .* has no labels: each document"
     ):
         mixed(tokenizer, texts, {"empty": {}}, **settings_)
 

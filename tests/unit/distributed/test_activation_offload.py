@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchtitan_like.distributed import activation_offload
 from torchtitan_like.distributed.activation_offload import ActivationOffload
-from torchtitan_like.util.host_memory import GIB
+from torchtitan_like.util.units import GIB
 
 ROWS, DIM = 32, 64
 ACTIVATION = ROWS * DIM * 4  # bytes

@@ -8,11 +8,22 @@ import pytest
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 
 
-def parallelism(schedule="1F1B", **changes):
+def parallelism(
+    schedule="1F1B", enable_sequence_parallel=True, data_parallel_impl="fsdp2", **changes
+):
     defaults = {"data_parallel_replicate": 1, "data_parallel_shard": -1, "context_parallel": 1, "tensor_parallel": 1,
                 "pipeline_parallel": 1, "expert_parallel": 1, "expert_tensor_parallel": 1}  # fmt: skip
     degrees = {f"{k}_degree": v for k, v in {**defaults, **changes}.items()}
-    return SimpleNamespace(pipeline_parallel_schedule=schedule, **degrees)
+    return SimpleNamespace(
+        pipeline_parallel_schedule=schedule,
+        enable_sequence_parallel=enable_sequence_parallel,
+        data_parallel_impl=data_parallel_impl,
+        **degrees,
+    )
+
+
+def resolve(parallelism, world_size, has_experts=False):
+    return resolve_degrees(parallelism, world_size, has_experts=has_experts)
 
 
 @pytest.mark.parametrize(
@@ -27,7 +38,7 @@ def parallelism(schedule="1F1B", **changes):
     ],
 )
 def test_mesh_shape(degrees, world_size, shape):
-    dims, errors = resolve_degrees(parallelism(**degrees), world_size)
+    dims, errors = resolve(parallelism(**degrees), world_size)
     assert errors == []
     assert dims.mesh_shape() == shape
     assert list(dims.mesh_shape()) == list(shape)
@@ -44,7 +55,7 @@ def test_mesh_shape(degrees, world_size, shape):
 def test_degrees_that_do_not_fit_are_reported(degrees, world_size, message):
     import re
 
-    dims, errors = resolve_degrees(parallelism(**degrees), world_size)
+    dims, errors = resolve(parallelism(**degrees), world_size)
     assert dims is None
     assert re.search(message, errors[0])
 
@@ -100,16 +111,38 @@ def test_experts_use_the_ranks_of_the_other_dimensions(dims, shape):
     assert dims.layout() == dims.mesh_shape() | borrowed
 
 
-def test_an_expert_tensor_degree_without_expert_parallelism_has_no_effect():
-    dims, errors = resolve_degrees(parallelism(tensor_parallel=2, expert_tensor_parallel=2), 4)
-    assert errors == [] and dims.expert_tp == 1
+@pytest.mark.parametrize(
+    ("changes", "is_own", "shape"),
+    [
+        ({}, False, None),
+        ({"expert_parallel": 2}, True, {"efsdp": 2, "ep": 2}),
+        ({"tensor_parallel": 2}, True, {"efsdp": 4, "ep": 1}),
+        (
+            {"tensor_parallel": 2, "expert_tensor_parallel": 2},
+            True,
+            {"efsdp": 2, "ep": 1, "expert_tp": 2},
+        ),
+        ({"tensor_parallel": 2, "data_parallel_replicate": 2}, False, None),  # DDP
+        ({"tensor_parallel": 2, "enable_sequence_parallel": False}, False, None),
+        ({"tensor_parallel": 2, "data_parallel_impl": "simple_fsdp"}, False, None),
+    ],
+)
+def test_experts_are_sharded_over_tensor_parallel_ranks_that_route_different_tokens(
+    changes, is_own, shape
+):
+    section = parallelism(**changes)
+    dims, errors = resolve(section, 4, has_experts=True)
+    assert errors == [] and dims.has_experts_mesh == is_own
+    assert shape is None or dims.experts_shape() == shape
+    dense, _ = resolve(section, 4)
+    assert not dense.has_experts_mesh and (dense.ep, dense.expert_tp) == (1, 1)
 
 
 @pytest.mark.parametrize(
     ("schedule", "stage"), [("1F1B", 3), ("Interleaved1F1B", 3), ("ZBVZeroBubble", 0)]
 )
 def test_every_token_has_its_loss_on_one_counted_rank(schedule, stage):
-    dims, _ = resolve_degrees(
+    dims, _ = resolve(
         parallelism(schedule, pipeline_parallel=4, context_parallel=2, tensor_parallel=2), 32
     )
     counting = [rank for rank in range(32) if dims.counts_loss(rank)]

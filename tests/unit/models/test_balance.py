@@ -25,7 +25,7 @@ def build(balance=None, score_func="softmax", top_k=TOP_K, dtype=torch.float64):
 
 
 def choices(moe, x):
-    """The number of choices of each expert, from the router's own answer."""
+    """Return the number of choices of each expert, from the router's output."""
     _, expert_ids = moe.router(x.flatten(0, -2), moe.expert_bias)
     return torch.bincount(expert_ids.flatten(), minlength=EXPERTS)
 
@@ -89,7 +89,7 @@ def test_without_balancing_no_gradient_changes():
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_the_bias_selects_and_leaves_the_weights(score_func):
+def test_the_bias_selects_experts_without_changing_weights(score_func):
     """A bias that is larger than any score selects two experts, with the weights of their scores."""
     moe = build(Balance("bias"), score_func)
     moe.expert_bias[[3, 5]] = 2.0
@@ -115,7 +115,7 @@ def test_the_bias_stays_in_float32():
     assert moe.router_sums.dtype == torch.float64
 
 
-def test_checkpoints_contain_the_bias_alone():
+def test_checkpoints_contain_only_the_bias():
     names = {name for name in build(Balance("bias")).state_dict() if "." not in name}
     assert names == {"expert_bias"}
     for method in ("none", "sequence", "global"):  # load_fractions are with the optimizer's state
@@ -126,7 +126,7 @@ def test_checkpoints_contain_the_bias_alone():
 
 
 def reference_loss(moe, x, fractions):
-    """Sums over tokens of the balance loss and of the z-loss, without coefficients."""
+    """Return the sums over tokens of the balance loss and of the z-loss, without coefficients."""
     logits = moe.router.logits(x)
     scores = logits.softmax(-1) if moe.router.score_func == "softmax" else logits.sigmoid()
     shares = scores / scores.sum(-1, keepdim=True)
@@ -134,7 +134,7 @@ def reference_loss(moe, x, fractions):
 
 
 def equation_17(moe, x):
-    """Fractions of a sequence by expert (arXiv:2412.19437, equation 18), by loops."""
+    """Return the fractions of a sequence by expert (arXiv:2412.19437, equation 18), using loops."""
     fractions = torch.zeros(x.shape[0], 1, EXPERTS, dtype=x.dtype)
     for sample in range(x.shape[0]):
         for logits in moe.router.logits(x[sample]):
@@ -164,17 +164,17 @@ def test_gradients_of_the_losses_equal_autograd(method, score_func):
     if method == "global":
         moe.load_fractions.copy_(fractions)
     moe.loss_scale = torch.tensor(1 / num_tokens, dtype=torch.float64)
-    ours = torch.autograd.grad(moe(x), parameters, grad)
-    added = ours[0] - plain[0]
+    own_gradients = torch.autograd.grad(moe(x), parameters, grad)
+    added = own_gradients[0] - plain[0]
     assert (added - of_losses).norm() <= 1e-12 * of_losses.norm()
-    for before, after in zip(plain[1:], ours[1:], strict=True):
+    for before, after in zip(plain[1:], own_gradients[1:], strict=True):
         assert torch.equal(before, after)
     assert moe.router_sums.tolist() == pytest.approx([balance.item(), z.item()], rel=1e-12)
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_a_sequence_loss_next_to_biases(score_func):
-    """The choices that select experts contain the bias, and those of the loss do not (equation 18)."""
+def test_a_sequence_loss_in_addition_to_biases(score_func):
+    """The bias affects the selection of experts, but not the choices in the loss (equation 18)."""
     x, grad = some(batch=3), some(batch=3, seed=2)
 
     def gradients(balance):
@@ -187,23 +187,23 @@ def test_a_sequence_loss_next_to_biases(score_func):
     alone, without_bias = gradients(Balance("sequence", coeff=0.7))
     base = gradients(Balance())[1]
     plain = gradients(Balance("bias", coeff=0.01))[1]
-    moe, ours = gradients(Balance("bias", coeff=0.01, sequence_coeff=0.7))
+    moe, own_gradients = gradients(Balance("bias", coeff=0.01, sequence_coeff=0.7))
     of_loss = without_bias[0] - base[0]
-    assert (ours[0] - plain[0] - of_loss).norm() <= 1e-10 * of_loss.norm()
-    for before, after in zip(plain[1:], ours[1:], strict=True):
+    assert (own_gradients[0] - plain[0] - of_loss).norm() <= 1e-10 * of_loss.norm()
+    for before, after in zip(plain[1:], own_gradients[1:], strict=True):
         assert torch.equal(before, after)
     assert moe.router_sums.tolist() == alone.router_sums.tolist()
     assert moe.tokens_per_expert.nonzero().flatten().tolist() == [3, 5]
 
 
 def test_even_fractions_have_no_gradient():
-    """The first step of "global": shares of a token sum to 1 whatever the logits are."""
+    """In the first step of "global", the scores of a token sum to 1 for any logits."""
     moe = build(Balance("global", coeff=1.0))
     x, grad = some(), some(seed=2)
     plain = torch.autograd.grad(moe(x), moe.router.gate.weight, grad)[0]
     moe.loss_scale = torch.tensor(1.0, dtype=torch.float64)
-    ours = torch.autograd.grad(moe(x), moe.router.gate.weight, grad)[0]
-    assert (ours - plain).norm() <= 1e-14 * plain.norm()
+    own_gradients = torch.autograd.grad(moe(x), moe.router.gate.weight, grad)[0]
+    assert (own_gradients - plain).norm() <= 1e-14 * plain.norm()
 
 
 def test_logits_far_below_zero_have_finite_gradients():
@@ -218,7 +218,7 @@ def test_logits_far_below_zero_have_finite_gradients():
 # ---- experts in turn
 
 
-def test_experts_in_turn():
+def test_forced_routing_selects_experts_in_turn():
     moe = build(top_k=3)
     moe.is_forced = True
     x = some().requires_grad_()

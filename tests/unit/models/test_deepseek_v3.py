@@ -1,21 +1,15 @@
 """DeepSeek-V3: the published sizes, and Hugging Face's logits, gradients, routing, and files."""
 
 import random
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
-from tests.harness.hf_weights import gradients_per_expert, load_per_expert, to_external, to_native
-from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.generate import generate
-from torchtitan_like.models import InitRule, get_spec, resolve_args
-from torchtitan_like.models.hf_table import links
-from torchtitan_like.models.layers.moe import Router
+from tests.harness.family import Family
+from torchtitan_like.inference.generation import Sampling, generate
+from torchtitan_like.models import InitRule
 from torchtitan_like.models.spec import fit_positions
 
-DEEPSEEK = get_spec("deepseek_v3")
 SMALL = {
     "dim": 64,
     "n_layers": 3,
@@ -36,57 +30,9 @@ SMALL = {
 SIGMOID = {"score_func": "sigmoid", "route_norm": True}
 
 
-def build(overrides=None, dtype=torch.float32):
-    args = resolve_args(DEEPSEEK, "debugmodel", SMALL | (overrides or {}))
-    with torch.device("meta"):
-        model = DEEPSEEK.build(args).to(dtype)
-    materialize(model, torch.device("cpu"))
-    initialize(model, DEEPSEEK.init_table(args), 0)
-    return args, model
-
-
-@torch.no_grad()
-def perturb(model):
-    """Make norms, scores, and hidden units differ widely, so that any fault shows in the logits."""
-    generator = torch.Generator().manual_seed(2)
-    for name, weight in model.state_dict().items():
-        if name.endswith("norm.weight"):
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
-        elif "router" in name:
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-        elif "expert_bias" in name:
-            weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
-        elif "layers" in name:
-            weight.mul_(3)
-
-
-def shapes_of(model):
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def table(args, model):
-    return links(DEEPSEEK.hf_names(args), shapes_of(model), DEEPSEEK.tied(args))
-
-
-def hf_state(args, model):
-    return to_external(table(args, model), model.state_dict())
-
-
-def hf_model(args, model):
-    """Return the same model of transformers."""
-    transformers = pytest.importorskip("transformers")
-    config = DEEPSEEK.hf_config(args)
-    name = config["architectures"][0]
-    config_class = getattr(transformers, name.replace("ForCausalLM", "Config"))
-    theirs = getattr(transformers, name)(config_class(**config))
-    load_per_expert(theirs, hf_state(args, model))
-    return theirs
-
-
-def some_tokens(args, batch=2, seq=49):
-    return torch.randint(
-        0, args.vocab_size, (batch, seq), generator=torch.Generator().manual_seed(1)
-    )
+FAMILY = Family("deepseek_v3", "debugmodel", SMALL, redrawn={"*.expert_bias": 0.1}, factor=3)
+DEEPSEEK, build, perturb = FAMILY.spec, FAMILY.build, FAMILY.perturb
+some_tokens = FAMILY.some_tokens
 
 
 # ---- sizes
@@ -103,15 +49,8 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The first three totals are those of transformers' models of these sizes."""
-    args = resolve_args(DEEPSEEK, flavor, {})
-    with torch.device("meta"):
-        model = DEEPSEEK.build(args)
-    assert DEEPSEEK.num_params(args) == total == sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
-    others = experts * (args.num_experts - args.top_k) // args.num_experts
-    assert DEEPSEEK.num_active_params(args) == active == total - others
-    assert DEEPSEEK.flops_per_token(args, 4096) == pytest.approx(gflops * 1e9, rel=1e-12)
+    """The first three totals equal transformers' models of these sizes."""
+    FAMILY.assert_counts(flavor, total, active, 4096, gflops)
 
 
 @pytest.mark.parametrize(
@@ -143,22 +82,12 @@ def test_number_of_parameters_and_flops(flavor, total, active, gflops):
         ({"n_kv_heads": 4}, "n_kv_heads = 4: deepseek_v3 has no such argument"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
-    with pytest.raises(ValueError) as error:
-        resolve_args(DEEPSEEK, "debugmodel", overrides)
-    assert expected in str(error.value)
+def test_the_error_names_a_wrong_size(overrides, expected):
+    FAMILY.assert_a_wrong_size_is_named(overrides, expected)
 
 
 def test_every_parameter_has_one_role_and_one_rule():
-    names = set()
-    for overrides in ({}, {"q_lora_rank": 16}, {"num_mtp_layers": 2}):
-        args, model = build(overrides)
-        names |= {name for name, _ in model.named_parameters()}
-        for name, _ in model.named_parameters():
-            assert sum(fnmatchcase(name, pattern) for pattern, _ in DEEPSEEK.sharding) == 1, name
-            assert any(fnmatchcase(name, p) for p, _ in DEEPSEEK.init_table(args)), name
-    for pattern, _ in (*DEEPSEEK.sharding, *DEEPSEEK.init_table(args)):
-        assert any(fnmatchcase(name, pattern) for name in names), pattern
+    FAMILY.assert_one_role_and_one_rule({}, {"q_lora_rank": 16}, {"num_mtp_layers": 2})
 
 
 @pytest.mark.parametrize(
@@ -176,11 +105,8 @@ def test_every_parameter_has_one_role_and_one_rule():
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
-    rules = DEEPSEEK.init_table(resolve_args(DEEPSEEK, "debugmodel", {}))
-    actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
-    assert actual.kind == rule.kind
-    assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))
+def test_rules_of_initial_weights(name, rule):
+    FAMILY.assert_initial_rule(name, rule)
 
 
 def test_yarn_does_not_depend_on_the_length_of_the_tables():
@@ -227,60 +153,8 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("seed", "score_func"), CELLS)
-def test_logits_gradients_and_routing_equal_transformers(monkeypatch, seed, score_func):
-    args, model = build(random_sizes(seed, score_func))
-    perturb(model)
-    theirs = hf_model(args, model)
-    tokens = some_tokens(args)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    chosen, expected_ids, gaps = [], [], []
-    select = Router.select
-
-    def traced_select(router, logits, expert_bias):
-        gaps.append(gap_at_the_cut(router, logits, expert_bias))
-        chosen.append(select(router, logits, expert_bias))
-        return chosen[-1]
-
-    monkeypatch.setattr(Router, "select", traced_select)
-    for name, module in theirs.named_modules():
-        if name.endswith("mlp.gate"):
-            module.register_forward_hook(lambda _, args, out: expected_ids.append(out[2]))
-    logits, reference = model(inputs), theirs(inputs).logits
-    assert len(chosen) == len(expected_ids) == args.n_layers - args.n_dense_layers
-    for ids, others, gap in zip(chosen, expected_ids, gaps, strict=True):
-        is_clear = gap > 1e-6
-        assert is_clear.float().mean() > 0.95
-        assert torch.equal(ids.sort().values[is_clear], others.sort().values[is_clear])
-    assert reference.std() > 0.3
-    assert (logits - reference).abs().max() <= 1e-5
-    model(inputs, labels).backward()
-    torch.nn.functional.cross_entropy(
-        reference.flatten(0, 1), labels.flatten(), reduction="sum"
-    ).backward()
-    parameters = dict(model.named_parameters())
-    pairs = [link for link in table(args, model) if link.native in parameters]
-    expected = to_native(pairs, gradients_per_expert(theirs), parameters)
-    for name, parameter in parameters.items():
-        if "router" in name and args.top_k == 1 and args.route_norm:
-            continue  # one normalized weight is 1, whatever its score is
-        error = (parameter.grad - expected[name]).norm()
-        assert error <= 1e-5 * expected[name].norm(), name
-
-
-def gap_at_the_cut(router, logits, expert_bias):
-    """Return how much the best rejected score of each token must rise to be chosen."""
-    scores = logits.softmax(-1) if router.score_func == "softmax" else logits.sigmoid()
-    scores = scores if expert_bias is None else scores + expert_bias
-    gap = torch.full(scores.shape[:1], torch.inf)
-    if router.num_limited_groups < router.num_groups:
-        by_group = scores.unflatten(-1, (router.num_groups, -1))
-        best = by_group.topk(2 if router.score_func == "sigmoid" else 1, -1).values.sum(-1)
-        ranked = best.topk(router.num_limited_groups + 1, -1)
-        gap = ranked.values[:, -2] - ranked.values[:, -1]
-        allowed = torch.zeros_like(best).scatter(-1, ranked.indices[:, :-1], 1.0).bool()
-        scores = by_group.masked_fill(~allowed.unsqueeze(-1), -torch.inf).flatten(-2)
-    ranked = scores.topk(min(router.top_k + 1, scores.shape[1]), -1).values
-    return gap.minimum(ranked[:, router.top_k - 1] - ranked[:, -1])
+def test_logits_gradients_and_routing_equal_transformers(monkeypatch, tmp_path, seed, score_func):
+    FAMILY.assert_equals_transformers(monkeypatch, tmp_path, random_sizes(seed, score_func))
 
 
 def test_the_bias_changes_experts_but_not_weights_of_the_same_experts():
@@ -298,39 +172,14 @@ def test_the_bias_changes_experts_but_not_weights_of_the_same_experts():
 
 @pytest.mark.parametrize("overrides", [SIGMOID | {"q_lora_rank": 16}, {}], ids=["v3", "v2"])
 def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
-    """Nothing is missing or unexpected, sizes and logits are equal."""
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
-    args, model = build({"vocab_size": 2048, **overrides})
-    perturb(model)
-    save_file(hf_state(args, model), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    write_folder(
-        tmp_path,
-        config=DEEPSEEK.hf_config(args),
-        dtype=torch.float32,
-        assets=repo_root / "tests/assets/tokenizer",
-        bos=None,
-        eos=None,
-    )
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, dtype="auto"
-    )
-    assert type(theirs).__name__ == DEEPSEEK.hf_config(args)["architectures"][0]
-    assert not any(report.values()), report
-    tokens = some_tokens(args)
-    with torch.no_grad():
-        assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+    assets = repo_root / "tests/assets/tokenizer"
+    FAMILY.assert_transformers_reads_an_export(tmp_path, assets, overrides)
 
 
 def test_generates_text():
-    """Also beyond the window, which then moves."""
     _, model = build({"vocab_size": 64, **SIGMOID})
-    sampling = {"temperature": 0.0, "top_k": 1, "stop": None, "window": 8}
-    new_ids = generate(model, [1, 2, 3], num_tokens=9, **sampling)
-    ids = torch.tensor([[1, 2, 3, *new_ids]])
+    (continuation,) = generate(model, [[1, 2, 3]], num_tokens=9, sampling=Sampling(), context=128)
+    ids = torch.tensor([[1, 2, 3, *continuation.ids]])
     with torch.no_grad():
-        expected = [
-            model(ids[:, max(end - 8, 0) : end])[0, -1].argmax().item() for end in range(3, 12)
-        ]
-    assert new_ids == expected
+        expected = [model(ids[:, :end])[0, -1].argmax().item() for end in range(3, 12)]
+    assert continuation.ids == expected

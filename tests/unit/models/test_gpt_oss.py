@@ -2,20 +2,14 @@
 
 import random
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
-from tests.harness.hf_weights import to_external, to_native
-from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.models import InitRule, get_spec, resolve_args
-from torchtitan_like.models.hf_table import links
-from torchtitan_like.models.layers.moe import Router
+from tests.harness.family import Family
+from torchtitan_like.models import InitRule, resolve_args
 from torchtitan_like.models.spec import fit_positions
 
-GPT_OSS = get_spec("gpt_oss")
 SMALL = {
     "dim": 64,
     "n_layers": 3,
@@ -32,54 +26,17 @@ SMALL = {
 }
 
 
-def build(overrides=None, dtype=torch.float32):
-    args = resolve_args(GPT_OSS, "debugmodel", SMALL | (overrides or {}))
-    with torch.device("meta"):
-        model = GPT_OSS.build(args).to(dtype)
-    materialize(model, torch.device("cpu"))
-    initialize(model, GPT_OSS.init_table(args), 0)
-    return args, model
-
-
-@torch.no_grad()
-def perturb(model):
-    """Make norms, scores, sinks, and hidden units differ widely, so that any fault shows."""
-    generator = torch.Generator().manual_seed(2)
-    for name, weight in model.state_dict().items():
-        if name.endswith("norm.weight"):
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
-        elif "router" in name:
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-        elif name.endswith(("sinks", "bias", "b1", "b2", "b3")):
-            weight.copy_(torch.randn(weight.shape, generator=generator))
-        elif "layers" in name:
-            weight.mul_(5)
-
-
-def shapes_of(model):
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def table(args, model):
-    return links(GPT_OSS.hf_names(args), shapes_of(model), GPT_OSS.tied(args))
-
-
-def hf_state(args, model):
-    return to_external(table(args, model), model.state_dict())
-
-
-def hf_model(args, model):
-    """Return the same model of transformers, with attention that supports sinks."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GptOssConfig(**GPT_OSS.hf_config(args), attn_implementation="eager")
-    theirs = transformers.GptOssForCausalLM(config)
-    theirs.load_state_dict(hf_state(args, model), strict=not args.enable_weight_tying)
-    return theirs
-
-
-def some_tokens(args, batch=2, seq=49):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, args.vocab_size, (batch, seq), generator=generator)
+FAMILY = Family(
+    "gpt_oss",
+    "debugmodel",
+    SMALL,
+    redrawn={"*.router.*": 0.3, "*.sinks": 1.0, "*.bias": 1.0, "*.b[123]": 1.0},
+    factor=5,
+    hf_router="mlp.router",
+    hf_options={"attn_implementation": "eager"},  # the only one with sinks on CPU
+)
+GPT_OSS, build, perturb = FAMILY.spec, FAMILY.build, FAMILY.perturb
+some_tokens = FAMILY.some_tokens
 
 
 # ---- sizes
@@ -94,15 +51,8 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The last two totals are those of transformers' models of these sizes."""
-    args = resolve_args(GPT_OSS, flavor, {})
-    with torch.device("meta"):
-        model = GPT_OSS.build(args)
-    assert GPT_OSS.num_params(args) == total == sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
-    others = experts * (args.num_experts - args.top_k) // args.num_experts
-    assert GPT_OSS.num_active_params(args) == active == total - others
-    assert GPT_OSS.flops_per_token(args, 8192) == pytest.approx(gflops * 1e9, rel=1e-12)
+    """The last two totals equal transformers' models of these sizes."""
+    FAMILY.assert_counts(flavor, total, active, 8192, gflops)
 
 
 def test_windows_bound_the_flops_of_half_of_the_layers():
@@ -133,20 +83,12 @@ def test_windows_bound_the_flops_of_half_of_the_layers():
         ({"load_balance": "even"}, "load_balance = 'even': expected one of"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
-    with pytest.raises(ValueError) as error:
-        resolve_args(GPT_OSS, "debugmodel", overrides)
-    assert expected in str(error.value)
+def test_the_error_names_a_wrong_size(overrides, expected):
+    FAMILY.assert_a_wrong_size_is_named(overrides, expected)
 
 
 def test_every_parameter_has_one_role_and_one_rule():
-    args, model = build()
-    names = [name for name, _ in model.named_parameters()]
-    for name in names:
-        assert sum(fnmatchcase(name, pattern) for pattern, _ in GPT_OSS.sharding) == 1, name
-        assert any(fnmatchcase(name, p) for p, _ in GPT_OSS.init_table(args)), name
-    for pattern, _ in (*GPT_OSS.sharding, *GPT_OSS.init_table(args)):
-        assert any(fnmatchcase(name, pattern) for name in names), pattern
+    FAMILY.assert_one_role_and_one_rule({})
 
 
 @pytest.mark.parametrize(
@@ -163,18 +105,15 @@ def test_every_parameter_has_one_role_and_one_rule():
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
-    rules = GPT_OSS.init_table(resolve_args(GPT_OSS, "debugmodel", {}))
-    actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
-    assert actual.kind == rule.kind
-    assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))
+def test_rules_of_initial_weights(name, rule):
+    FAMILY.assert_initial_rule(name, rule)
 
 
 # ---- attention
 
 
-def test_layers_take_turns_with_and_without_a_window():
-    """With one layer, a token does not see what lies before its window; with two, it does."""
+def test_every_second_layer_has_a_window():
+    """With one layer, tokens before the window do not affect a token; with two layers, they do."""
     for n_layers, sees in ((1, False), (2, True)):
         args, model = build({"n_layers": n_layers, "top_k": 8})
         perturb(model)
@@ -189,8 +128,8 @@ def test_layers_take_turns_with_and_without_a_window():
 
 
 @pytest.mark.parametrize("window", [4, 64])
-def test_documents_do_not_see_each_other(window):
-    """Two documents in one sample give the logits that each gives alone."""
+def test_documents_do_not_affect_each_other(window):
+    """Two documents in one sample have the same logits as in separate samples."""
     overrides = {"sliding_window_size": window, "attn_mask_type": "block_causal"}
     args, model = build(overrides, torch.float64)
     perturb(model)
@@ -202,7 +141,7 @@ def test_documents_do_not_see_each_other(window):
 
 
 def test_a_high_sink_takes_all_attention():
-    """Attention then adds its output bias only, whatever the tokens before are."""
+    """Attention then adds only its output bias, for any earlier tokens."""
     args, model = build({"n_layers": 1, "top_k": 8})
     perturb(model)
     tokens = some_tokens(args, batch=1, seq=6)
@@ -268,70 +207,9 @@ CELLS = [pytest.param(seed, marks=[pytest.mark.nightly] if seed >= 5 else []) fo
 
 
 @pytest.mark.parametrize("seed", CELLS)
-def test_logits_gradients_and_routing_equal_transformers(monkeypatch, seed):
-    args, model = build(random_sizes(seed))
-    perturb(model)
-    theirs = hf_model(args, model)
-    tokens = some_tokens(args)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    chosen, expected_ids, gaps = [], [], []
-    select = Router.select
-
-    def traced_select(router, logits, expert_bias):
-        ranked = logits.topk(min(router.top_k + 1, logits.shape[1]), -1).values
-        is_all = router.top_k == logits.shape[1]
-        gaps.append(torch.inf if is_all else ranked[:, router.top_k - 1] - ranked[:, -1])
-        chosen.append(select(router, logits, expert_bias))
-        return chosen[-1]
-
-    monkeypatch.setattr(Router, "select", traced_select)
-    for name, module in theirs.named_modules():
-        if name.endswith("mlp.router"):
-            module.register_forward_hook(lambda _, args, out: expected_ids.append(out[2]))
-    logits, reference = model(inputs), theirs(inputs).logits
-    assert len(chosen) == len(expected_ids) == args.n_layers
-    for ids, others, gap in zip(chosen, expected_ids, gaps, strict=True):
-        is_clear = torch.as_tensor(gap).expand(len(ids)) > 1e-6
-        assert is_clear.float().mean() > 0.95
-        assert torch.equal(ids.sort().values[is_clear], others.sort().values[is_clear])
-    assert reference.std() > 0.3
-    assert (logits - reference).abs().max() <= 1e-5
-    model(inputs, labels).backward()
-    torch.nn.functional.cross_entropy(
-        reference.flatten(0, 1), labels.flatten(), reduction="sum"
-    ).backward()
-    parameters = dict(model.named_parameters())
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    pairs = [link for link in table(args, model) if link.native in parameters]
-    expected = to_native(pairs, gradients, parameters)
-    for name, parameter in parameters.items():
-        if "router" in name and args.top_k == 1:
-            continue  # one normalized weight is 1, whatever its score is
-        error = (parameter.grad - expected[name]).norm()
-        assert error <= 1e-5 * expected[name].norm(), name
+def test_logits_gradients_and_routing_equal_transformers(monkeypatch, tmp_path, seed):
+    FAMILY.assert_equals_transformers(monkeypatch, tmp_path, random_sizes(seed))
 
 
 def test_transformers_reads_an_exported_folder(tmp_path, repo_root):
-    """Nothing is missing or unexpected, sizes and logits are equal."""
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
-    args, model = build({"vocab_size": 2048})
-    perturb(model)
-    save_file(hf_state(args, model), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    write_folder(
-        tmp_path,
-        config=GPT_OSS.hf_config(args),
-        dtype=torch.float32,
-        assets=repo_root / "tests/assets/tokenizer",
-        bos=None,
-        eos=None,
-    )
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, dtype="auto", attn_implementation="eager"
-    )
-    assert type(theirs).__name__ == "GptOssForCausalLM"
-    assert not any(report.values()), report
-    tokens = some_tokens(args)
-    with torch.no_grad():
-        assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+    FAMILY.assert_transformers_reads_an_export(tmp_path, repo_root / "tests/assets/tokenizer", {})

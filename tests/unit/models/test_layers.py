@@ -11,7 +11,14 @@ from torchtitan_like.models.layers.attention import Attention, causal_attention
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.norm import RMSNorm
-from torchtitan_like.models.layers.rotary import FusedRotation, RotaryEmbedding, Yarn, rotate
+from torchtitan_like.models.layers.rotary import (
+    FusedRotation,
+    Linear,
+    Llama3,
+    RotaryEmbedding,
+    Yarn,
+    rotate,
+)
 
 
 class OpNames(TorchDispatchMode):
@@ -67,9 +74,9 @@ def test_a_second_derivative_of_rms_norm_is_refused():
         grad.sum().backward()
 
 
-@pytest.mark.parametrize("scaling", [{}, {"factor": 8.0, "original_max_seq_len": 64}])
+@pytest.mark.parametrize("scaling", [None, Linear(4.0), Llama3(8.0, original_max_seq_len=64)])
 def test_rotation_is_a_complex_product(scaling):
-    rotary = RotaryEmbedding(16, 128, 1e4, **scaling)
+    rotary = RotaryEmbedding(16, 128, 1e4, scaling=scaling)
     x = torch.randn(2, 128, 3, 16)
     angle = torch.outer(torch.arange(128.0), rotary.frequencies()).double()
     pairs = (
@@ -101,7 +108,7 @@ def test_yarn_tables_equal_hugging_face(theta, factor):
     config = transformers.DeepseekV3Config(rope_theta=theta, rope_scaling=scaling)
     cos, sin = DeepseekV3RotaryEmbedding(config)(torch.zeros(1), torch.arange(16384)[None])
     yarn = Yarn(factor, 4096, beta_fast=32, beta_slow=1)
-    rotary = RotaryEmbedding(64, 16384, theta, yarn=yarn, pairs="neighbors")
+    rotary = RotaryEmbedding(64, 16384, theta, scaling=yarn, pairs="neighbors")
     # A last-bit error of a frequency causes 1e-3 at position 16,384.
     torch.testing.assert_close(rotary.cos[:, 0, ::2], cos[0, :, :32], rtol=0, atol=2e-3)
     torch.testing.assert_close(rotary.sin[:, 0, 1::2], sin[0, :, :32], rtol=0, atol=2e-3)
@@ -114,7 +121,7 @@ def test_yarn_tables_equal_hugging_face(theta, factor):
 def test_frequencies_are_scaled_as_published():
     """Wavelengths above 8192 are scaled by 8, below 2048 by 1, and monotonically in between."""
     plain = RotaryEmbedding(128, 1, 5e5).frequencies()
-    ratio = RotaryEmbedding(128, 1, 5e5, factor=8.0).frequencies() / plain
+    ratio = RotaryEmbedding(128, 1, 5e5, scaling=Llama3(8.0)).frequencies() / plain
     wavelength = 2 * torch.pi / plain
     assert torch.all(ratio[wavelength > 8192] == 1 / 8)
     assert torch.all(ratio[wavelength < 2048] == 1)
@@ -142,7 +149,7 @@ def test_rotary_tables_equal_hugging_face(head_dim):
         rope_scaling=scaling,
     )
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(16384)[None])
-    rotary = RotaryEmbedding(head_dim, 16384, 5e5, factor=8.0)
+    rotary = RotaryEmbedding(head_dim, 16384, 5e5, scaling=Llama3(8.0))
     torch.testing.assert_close(rotary.cos[:, 0], cos[0], rtol=0, atol=1.2e-7)
     torch.testing.assert_close(
         rotary.sin[:, 0, head_dim // 2 :], sin[0, :, head_dim // 2 :], rtol=0, atol=1.2e-7
@@ -171,14 +178,14 @@ def test_the_fused_rotation_gives_the_same_numbers(dtype, pairs):
 
 
 def test_rotary_tables_do_not_depend_on_dtype_or_device():
-    direct = RotaryEmbedding(64, 512, 5e5, factor=8.0)
+    direct = RotaryEmbedding(64, 512, 5e5, scaling=Llama3(8.0))
     with torch.device("meta"):
-        other = RotaryEmbedding(64, 512, 5e5, factor=8.0).to(torch.bfloat16)
+        other = RotaryEmbedding(64, 512, 5e5, scaling=Llama3(8.0)).to(torch.bfloat16)
     assert other.cos.is_meta and not other.state_dict()
     other.to_empty(device="cpu").init_buffers(torch.device("cpu"))
     torch.set_default_dtype(torch.float64)
     try:
-        third = RotaryEmbedding(64, 512, 5e5, factor=8.0)
+        third = RotaryEmbedding(64, 512, 5e5, scaling=Llama3(8.0))
     finally:
         torch.set_default_dtype(torch.float32)
     for name in ("cos", "sin"):

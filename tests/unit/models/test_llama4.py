@@ -2,21 +2,15 @@
 
 import random
 from dataclasses import replace
-from fnmatch import fnmatchcase
 
 import pytest
 import torch
 
-from tests.harness.hf_weights import to_external, to_native
-from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.distributed.initialize import initialize, materialize
-from torchtitan_like.models import InitRule, get_spec, resolve_args
-from torchtitan_like.models.hf_table import links
+from tests.harness.family import Family
+from torchtitan_like.models import InitRule, resolve_args
 from torchtitan_like.models.layers.kernels import additive_mask, block_mask
-from torchtitan_like.models.layers.moe import Router
 from torchtitan_like.models.spec import fit_positions
 
-LLAMA4 = get_spec("llama4")
 SMALL = {
     "dim": 64,
     "n_layers": 4,
@@ -34,52 +28,9 @@ SMALL = {
 }
 
 
-def build(overrides=None, dtype=torch.float32):
-    args = resolve_args(LLAMA4, "debugmodel", SMALL | (overrides or {}))
-    with torch.device("meta"):
-        model = LLAMA4.build(args).to(dtype)
-    materialize(model, torch.device("cpu"))
-    initialize(model, LLAMA4.init_table(args), 0)
-    return args, model
-
-
-@torch.no_grad()
-def perturb(model):
-    """Make norms, scores, and hidden units differ widely, so that any fault shows."""
-    generator = torch.Generator().manual_seed(2)
-    for name, weight in model.state_dict().items():
-        if name.endswith("norm.weight"):
-            weight.add_(0.2 * torch.randn(weight.shape, generator=generator))
-        elif "router" in name:
-            weight.copy_(0.3 * torch.randn(weight.shape, generator=generator))
-        elif "layers" in name:
-            weight.mul_(5)
-
-
-def shapes_of(model):
-    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-
-
-def table(args, model):
-    return links(LLAMA4.hf_names(args), shapes_of(model), LLAMA4.tied(args))
-
-
-def hf_state(args, model):
-    return to_external(table(args, model), model.state_dict())
-
-
-def hf_model(args, model):
-    """Return the same model of transformers."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Llama4TextConfig(**LLAMA4.hf_config(args), attn_implementation="eager")
-    theirs = transformers.Llama4ForCausalLM(config)
-    theirs.load_state_dict(hf_state(args, model), strict=not args.enable_weight_tying)
-    return theirs
-
-
-def some_tokens(args, batch=2, seq=49):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, args.vocab_size, (batch, seq), generator=generator)
+FAMILY = Family("llama4", "debugmodel", SMALL, factor=5, hf_router="feed_forward.router")
+LLAMA4, build, perturb = FAMILY.spec, FAMILY.build, FAMILY.perturb
+some_tokens = FAMILY.some_tokens
 
 
 # ---- sizes
@@ -97,15 +48,8 @@ def some_tokens(args, batch=2, seq=49):
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The totals are those of transformers' text models of these sizes."""
-    args = resolve_args(LLAMA4, flavor, {})
-    with torch.device("meta"):
-        model = LLAMA4.build(args)
-    assert LLAMA4.num_params(args) == total == sum(p.numel() for p in model.parameters())
-    experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
-    others = experts * (args.num_experts - args.top_k) // args.num_experts
-    assert LLAMA4.num_active_params(args) == active == total - others
-    assert LLAMA4.flops_per_token(args, 32768) == pytest.approx(gflops * 1e9, rel=1e-12)
+    """The totals equal transformers' text models of these sizes."""
+    FAMILY.assert_counts(flavor, total, active, 32768, gflops)
 
 
 def test_chunks_bound_the_flops_of_three_of_four_layers():
@@ -147,20 +91,12 @@ def test_layers_of_the_published_models(flavor):
         ({"load_balance": "even"}, "load_balance = 'even': expected one of"),
     ],
 )
-def test_a_wrong_size_is_named(overrides, expected):
-    with pytest.raises(ValueError) as error:
-        resolve_args(LLAMA4, "debugmodel", overrides)
-    assert expected in str(error.value)
+def test_the_error_names_a_wrong_size(overrides, expected):
+    FAMILY.assert_a_wrong_size_is_named(overrides, expected)
 
 
 def test_every_parameter_has_one_role_and_one_rule():
-    args, model = build()
-    names = [name for name, _ in model.named_parameters()]
-    for name in names:
-        assert sum(fnmatchcase(name, pattern) for pattern, _ in LLAMA4.sharding) == 1, name
-        assert any(fnmatchcase(name, p) for p, _ in LLAMA4.init_table(args)), name
-    for pattern, _ in (*LLAMA4.sharding, *LLAMA4.init_table(args)):
-        assert any(fnmatchcase(name, pattern) for name in names), pattern
+    FAMILY.assert_one_role_and_one_rule({})
 
 
 PLAIN = InitRule("trunc_normal", 0.02, 100.0)
@@ -184,17 +120,14 @@ RESIDUAL = InitRule("trunc_normal", 0.01, 200.0)
         ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
     ],
 )
-def test_initial_weights(name, rule):
-    rules = LLAMA4.init_table(resolve_args(LLAMA4, "debugmodel", {}))
-    actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
-    assert actual.kind == rule.kind
-    assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))
+def test_rules_of_initial_weights(name, rule):
+    FAMILY.assert_initial_rule(name, rule)
 
 
 # ---- attention
 
 
-def test_a_chunk_does_not_see_the_chunk_before():
+def test_a_chunk_does_not_attend_to_earlier_chunks():
     """Only layers without rotation mix chunks."""
     for n_layers, sees in ((1, False), (2, True)):
         overrides = {"n_layers": n_layers, "interleave_moe_layer_step": 1, "top_k": 8}
@@ -231,8 +164,8 @@ def test_a_chunk_mask_is_causal_within_chunks_and_documents():
 
 
 @pytest.mark.parametrize("chunk", [6, 64])
-def test_documents_do_not_see_each_other(chunk):
-    """The second document starts with a chunk, so that both have the chunks that each has alone."""
+def test_documents_do_not_affect_each_other(chunk):
+    """The second document starts at a chunk border, as in a separate sample."""
     overrides = {"fixed_attn_block_size": chunk, "attn_mask_type": "block_causal"}
     args, model = build(overrides, torch.float64)
     perturb(model)
@@ -290,74 +223,15 @@ CELLS = [pytest.param(seed, marks=[pytest.mark.nightly] if seed >= 2 else []) fo
 
 
 @pytest.mark.parametrize("seed", CELLS)
-def test_logits_gradients_and_routing_equal_transformers(monkeypatch, seed):
-    args, model = build(random_sizes(seed))
-    perturb(model)
-    theirs = hf_model(args, model)
-    tokens = some_tokens(args)
-    inputs, labels = tokens[:, :-1], tokens[:, 1:]
-    chosen, scores, gaps = [], [], []
-    select = Router.select
-
-    def traced_select(router, logits, expert_bias):
-        ranked = logits.topk(min(router.top_k + 1, logits.shape[1]), -1).values
-        is_all = router.top_k == logits.shape[1]
-        gaps.append(torch.inf if is_all else ranked[:, router.top_k - 1] - ranked[:, -1])
-        chosen.append(select(router, logits, expert_bias))
-        return chosen[-1]
-
-    monkeypatch.setattr(Router, "select", traced_select)
-    for name, module in theirs.named_modules():
-        if name.endswith("feed_forward.router"):
-            module.register_forward_hook(lambda _, args, out: scores.append(out[0]))
-    logits, reference = model(inputs), theirs(inputs).logits
-    assert len(chosen) == len(scores) == sum(map(args.has_experts, range(args.n_layers)))
-    for ids, weights, gap in zip(chosen, scores, gaps, strict=True):
-        is_clear = torch.as_tensor(gap).expand(len(ids)) > 1e-6
-        assert is_clear.float().mean() > 0.95
-        is_chosen = torch.zeros_like(weights, dtype=torch.bool).scatter(1, ids, True)
-        assert torch.equal(is_chosen[is_clear], (weights > 0)[is_clear])
-    assert reference.std() > 0.3
-    assert (logits - reference).abs().max() <= 1e-5
-    model(inputs, labels).backward()
-    torch.nn.functional.cross_entropy(
-        reference.flatten(0, 1), labels.flatten(), reduction="sum"
-    ).backward()
-    parameters = dict(model.named_parameters())
-    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
-    pairs = [link for link in table(args, model) if link.native in parameters]
-    expected = to_native(pairs, gradients, parameters)
-    for name, parameter in parameters.items():
-        error = (parameter.grad - expected[name]).norm()
-        assert error <= 1e-5 * expected[name].norm(), name
+def test_logits_gradients_and_routing_equal_transformers(monkeypatch, tmp_path, seed):
+    FAMILY.assert_equals_transformers(monkeypatch, tmp_path, random_sizes(seed))
 
 
 @pytest.mark.parametrize("every_n_layers_nope", [0, 2])
 def test_transformers_reads_an_exported_folder(tmp_path, repo_root, every_n_layers_nope):
-    """Nothing is missing or unexpected, sizes and logits are equal."""
-    transformers = pytest.importorskip("transformers")
-    from safetensors.torch import save_file
-
-    sizes = {"vocab_size": 2048, "every_n_layers_nope": every_n_layers_nope}
-    args, model = build(sizes)
-    perturb(model)
-    save_file(hf_state(args, model), tmp_path / "model.safetensors", metadata={"format": "pt"})
-    write_folder(
-        tmp_path,
-        config=LLAMA4.hf_config(args),
-        dtype=torch.float32,
-        assets=repo_root / "tests/assets/tokenizer",
-        bos=None,
-        eos=None,
-    )
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, dtype="auto"
-    )
-    assert type(theirs).__name__ == "Llama4ForCausalLM"
-    assert not any(report.values()), report
-    tokens = some_tokens(args)
-    with torch.no_grad():
-        assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
+    sizes = {"every_n_layers_nope": every_n_layers_nope}
+    assets = repo_root / "tests/assets/tokenizer"
+    FAMILY.assert_transformers_reads_an_export(tmp_path, assets, sizes)
 
 
 def test_the_order_of_weights_and_experts_matters():

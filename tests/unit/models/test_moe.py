@@ -1,11 +1,18 @@
-"""The layers of a mixture of experts, against the plainest code that computes the same."""
+"""The layers of a mixture of experts equal simple reference code."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from torchtitan_like.models.layers.grouped_linear import grouped_linear, has_kernel
-from torchtitan_like.models.layers.moe import Experts, MoE, Router, combine, sort_by_expert
+from torchtitan_like.models.layers.moe import (
+    Experts,
+    MoE,
+    Router,
+    combine,
+    describe_experts,
+    sort_by_expert,
+)
 
 DIM, HIDDEN, EXPERTS = 32, 16, 8
 
@@ -22,7 +29,7 @@ def build(
 
 
 def loop_over_experts(moe, x):
-    """Each expert computes its tokens with matrix products of their own; scores as in the papers."""
+    """Compute each expert separately, with scores as in the papers."""
     tokens = x.flatten(0, -2)
     logits = tokens @ moe.router.gate.weight.T
     scores = logits.softmax(-1) if moe.router.score_func == "softmax" else logits.sigmoid()
@@ -46,13 +53,13 @@ def gradients(function, moe, x, grad):
 
 
 def assert_same(moe, x, limit):
-    """Errors are relative to the largest gradient: with one normalized weight, the gate has none."""
+    """Errors are relative to the largest gradient, because the gradient of the gate may be 0."""
     grad = torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(3))
-    out, ours = gradients(moe, moe, x, grad)
-    expected, theirs = gradients(lambda x: loop_over_experts(moe, x), moe, x, grad)
+    out, actual = gradients(moe, moe, x, grad)
+    expected, reference_gradients = gradients(lambda x: loop_over_experts(moe, x), moe, x, grad)
     assert (out - expected).abs().max() <= limit * expected.abs().max()
-    largest = max(reference.abs().max() for reference in theirs)
-    for own, reference in zip(ours, theirs, strict=True):
+    largest = max(reference.abs().max() for reference in reference_gradients)
+    for own, reference in zip(actual, reference_gradients, strict=True):
         assert (own - reference).abs().max() <= limit * largest
 
 
@@ -63,23 +70,23 @@ def some(batch=2, seq=17, dtype=torch.float64, seed=1):
 @pytest.mark.parametrize("top_k", [1, 2, EXPERTS])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_equals_a_loop_over_experts(score_func, normalize, top_k):
+def test_the_layer_equals_a_loop_over_experts(score_func, normalize, top_k):
     assert_same(build(top_k, score_func, normalize, scale=2.5), some(), 1e-13)
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13)])
 @pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 1])
-def test_equals_a_loop_with_and_without_the_kernel(dtype, limit, hidden):
-    """A hidden size of 17 has rows that `grouped_mm` does not read; nor does it have float64."""
+def test_the_layer_equals_a_loop_with_and_without_the_kernel(dtype, limit, hidden):
+    """`grouped_mm` supports neither rows of 17 elements nor float64."""
     assert has_kernel(dtype, DIM, hidden) == (dtype == torch.float32 and hidden == HIDDEN)
     assert_same(build(hidden=hidden, dtype=dtype), some(dtype=dtype), limit)
 
 
-def test_one_token():
+def test_a_batch_of_one_token():
     assert_same(build(), some(batch=1, seq=1), 1e-13)
 
 
-def test_all_tokens_to_the_same_experts():
+def test_all_tokens_may_choose_the_same_experts():
     moe = build()
     with torch.no_grad():
         moe.router.gate.weight.zero_()
@@ -90,13 +97,65 @@ def test_all_tokens_to_the_same_experts():
     assert_same(moe, tokens, 1e-13)
 
 
-def test_no_tokens():
+def test_a_batch_without_tokens():
     moe = build()
     x = some()[:0].requires_grad_()
     out = moe(x)
     out.sum().backward()
     assert out.shape == (0, 17, DIM)
     assert all(parameter.grad.abs().max() == 0 for parameter in moe.parameters())
+
+
+SCORES = {
+    "equal": 0.0,
+    "minus infinity": -torch.inf,
+    "infinity": torch.inf,
+    "not a number": torch.nan,
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize(
+    ("score_func", "num_groups", "has_bias"),
+    [("softmax", 1, False), ("sigmoid", 1, True), ("sigmoid", 4, True), ("softmax", 4, False)],
+)
+def test_every_token_has_top_k_experts(scores, score_func, num_groups, has_bias):
+    """No scores leave a token without an expert, or give it one twice."""
+    top_k = 4 if score_func == "sigmoid" else 2
+    router = Router(DIM, EXPERTS, top_k, score_func, True, 1.0, num_groups, min(num_groups, 2))
+    logits = torch.randn(6, EXPERTS, generator=torch.Generator().manual_seed(4))
+    logits[1] = SCORES[scores]
+    logits[2, 3] = SCORES[scores]
+    ids = router.select(logits, torch.zeros(EXPERTS) if has_bias else None)
+    assert ids.shape == (6, top_k) and 0 <= ids.min() and ids.max() < EXPERTS
+    assert all(len(set(row)) == top_k for row in ids.tolist())
+
+
+def test_a_token_with_scores_that_are_not_numbers_changes_no_other_token():
+    """Its own output is not a number, so that the step is skipped and not trained wrongly."""
+    moe, x = build(), some(1, 9)
+    expected = moe(x)
+    broken = x.clone()
+    broken[0, 4] = torch.nan
+    out = moe(broken)
+    assert out[0, 4].isnan().all()
+    others = torch.arange(9) != 4
+    assert (out[0, others] - expected[0, others]).abs().max() <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "kernel"),
+    [
+        (16, torch.bfloat16, "grouped_mm"),
+        (16, torch.float32, "grouped_mm"),
+        (16, torch.float64, "a loop over experts"),  # grouped_mm has no float64
+        (20, torch.bfloat16, "a loop over experts"),  # nor rows that are no multiple of 16 bytes
+    ],
+)
+def test_the_log_names_what_computes_the_experts(hidden, dtype, kernel):
+    line = f"Experts: 8 in each layer, computed by {kernel} in {dtype}"
+    assert describe_experts(build(hidden=hidden), dtype) == [line]
+    assert describe_experts(torch.nn.Linear(2, 2), dtype) == []
 
 
 def test_shared_experts_are_added():
@@ -136,7 +195,7 @@ def route(score_func, groups=(1, 1), bias=None, top_k=2):
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_the_bias_selects_and_does_not_enter_the_weights(score_func):
+def test_the_bias_selects_experts_without_changing_weights(score_func):
     bias = torch.linspace(-0.2, 0.2, EXPERTS)
     scores, expert_ids = route(score_func, bias=bias)
     assert torch.equal(expert_ids, (scores + bias).topk(2).indices)
@@ -144,8 +203,8 @@ def test_the_bias_selects_and_does_not_enter_the_weights(score_func):
 
 
 @pytest.mark.parametrize("score_func", ["softmax", "sigmoid"])
-def test_experts_of_the_best_groups_only(score_func):
-    """A loop over tokens and groups; DeepSeek-V3 adds a group's two best scores, DeepSeek-V2 takes the best."""
+def test_only_experts_of_the_best_groups_are_chosen(score_func):
+    """A group's score is its two best scores in DeepSeek-V3, its best score in V2."""
     scores, expert_ids = route(score_func, groups=(4, 2), top_k=4)
     num_best = 2 if score_func == "sigmoid" else 1
     unlimited = 0
@@ -175,7 +234,7 @@ def test_the_bias_is_stored_in_float32():
 
 
 def test_half_precision_routes_by_scores_in_float32():
-    """Two experts whose scores differ by less than bfloat16 resolves."""
+    """The scores of two experts differ by less than the precision of bfloat16."""
     moe = build(top_k=1, dtype=torch.bfloat16)
     x = torch.full((1, DIM), 1.0, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -198,7 +257,7 @@ def test_sums_of_half_precision_are_rounded_once():
     assert (error <= exact.abs() * 2**-8 + 1e-5).all()  # half a unit in the last place of bfloat16
 
 
-def test_twice_the_same_to_the_last_bit():
+def test_repeated_passes_are_bit_equal():
     moe = build(top_k=4, dtype=torch.float32)
     x, grad = some(dtype=torch.float32), some(dtype=torch.float32, seed=2)
     first, again = (gradients(moe, moe, x, grad) for _ in range(2))
@@ -209,7 +268,7 @@ def test_twice_the_same_to_the_last_bit():
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 0.02)]
 )
-def test_compiled_as_one_graph_for_any_number_of_tokens(dtype, limit):
+def test_the_layer_compiles_as_one_graph_for_any_number_of_tokens(dtype, limit):
     """The kernels are the same. Gradients of a tensor with several uses are summed in another order."""
     torch._dynamo.reset()
     moe = build(dtype=dtype)
@@ -218,12 +277,12 @@ def test_compiled_as_one_graph_for_any_number_of_tokens(dtype, limit):
         x, grad = some(seq=seq, dtype=dtype), some(seq=seq, dtype=dtype, seed=2)
         out, own = gradients(compiled, moe, x, grad)
         expected, reference = gradients(moe, moe, x, grad)
-        for ours, theirs in zip((out, *own), (expected, *reference), strict=True):
-            assert (ours - theirs).norm() <= limit * theirs.norm()
+        for value, expected_value in zip((out, *own), (expected, *reference), strict=True):
+            assert (value - expected_value).norm() <= limit * expected_value.norm()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_grouped_linear_of_an_expanded_gradient(dtype):
+def test_grouped_linear_accepts_an_expanded_gradient(dtype):
     """`sum().backward()` gives a gradient without rows in memory."""
     x = torch.randn(20, DIM, dtype=dtype, requires_grad=True)
     weight = torch.randn(3, HIDDEN, DIM, dtype=dtype, requires_grad=True)

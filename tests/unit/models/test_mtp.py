@@ -13,7 +13,7 @@ from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.generate import generate
+from torchtitan_like.inference.generation import Sampling, generate
 from torchtitan_like.models import resolve_args
 from torchtitan_like.models.layers.mtp import shift_labels, shift_tokens
 from torchtitan_like.models.spec import needs_positions
@@ -44,7 +44,7 @@ def is_own_document(sample, first, last):
 
 
 def reference(args, model, tokens, labels):
-    """Return the sums of the own loss and of all depths, one position at a time."""
+    """Return the sums of the next-token loss and of all depths, one position at a time."""
     positions = mask = None
     if args.attn_mask_type == "block_causal":
         positions = POSITIONS
@@ -99,7 +99,7 @@ def test_the_loss_and_its_gradients_equal_the_equations(depths, mask_type):
 
 
 def test_labels_are_shifted_within_documents():
-    """A sample of two documents: A has tokens 10 to 13, B has 20 to 22. B goes on behind the sample."""
+    """Document A has tokens 10 to 13, B has 20 to 22. B continues after the sample."""
     tokens = torch.tensor([[10, 11, 12, 13, 20, 21, 22]])
     labels = torch.tensor([[11, 12, 13, IGNORED_LABEL, 21, 22, 23]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]])
@@ -131,8 +131,8 @@ def test_evaluation_and_generation_ignore_it(mask_type):
     model.eval()
     loss = plain(tokens, labels, positions)
     assert torch.equal(model(tokens, labels, POSITIONS), loss)
-    sampling = {"temperature": 0.0, "top_k": 1, "stop": None, "window": 8}
-    texts = [generate(each, [1, 2, 3], num_tokens=4, **sampling) for each in (model, plain)]
+    limits = {"num_tokens": 4, "sampling": Sampling(), "context": 8}
+    texts = [generate(each, [[1, 2, 3]], **limits) for each in (model, plain)]
     assert texts[0] == texts[1]
 
 
@@ -140,7 +140,7 @@ def test_evaluation_and_generation_ignore_it(mask_type):
 
 
 def test_number_of_parameters_and_flops():
-    """As many parameters as the FP8 and BF16 tensors of the published files, with their copies."""
+    """The number equals the FP8 and BF16 elements of the published files, including copies."""
     args = resolve_args(DEEPSEEK, "671B", {"num_mtp_layers": 1})
     with torch.device("meta"):
         model = DEEPSEEK.build(args)
@@ -243,7 +243,7 @@ def test_files_have_the_published_names(tmp_path, repo_root, is_tied, caplog):
 
 
 def test_transformers_ignores_the_layer(tmp_path, repo_root):
-    """Of a model with the published number of layers, nothing is missing or unexpected."""
+    """With the published number of layers, no tensor is missing or unexpected."""
     transformers = pytest.importorskip("transformers")
     sizes = {"n_layers": 61, "dim": 16, "moe_inter_dim": 8, "inter_dim": 8, "num_experts": 4}
     args, model = build(SIGMOID | sizes | {"vocab_size": 2048, "num_mtp_layers": 1})
@@ -258,7 +258,7 @@ def test_transformers_ignores_the_layer(tmp_path, repo_root):
         assert (theirs(tokens).logits - model(tokens)).abs().max() <= 1e-5
 
 
-def test_a_model_without_it_passes_the_layer_over(tmp_path, repo_root):
+def test_a_model_without_it_skips_the_layer(tmp_path, repo_root):
     sizes = {"n_layers": 61, "dim": 16, "moe_inter_dim": 8, "inter_dim": 8, "num_experts": 4}
     args, model = build(SIGMOID | sizes | {"num_mtp_layers": 1})
     state = export(tmp_path, args, model, repo_root)

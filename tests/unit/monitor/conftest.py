@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
-from torchtitan_like.monitor.memory import GIB, HostMemoryMonitor
+from torchtitan_like.monitor.memory import HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.row_files import RowFiles
 from torchtitan_like.monitor.rows import Gather, RowCollector
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops
 from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.units import GIB
 
 
 class Clock:
@@ -63,7 +64,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
             RowCollector(gather, sources),
             throughput,
             HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
-            build_sinks(section or MetricsSection(), folder, rank, failures),
+            build_sinks(section or MetricsSection(), folder, rank, failures, run_config={}),
             RowFiles(folder, attempt, failures) if rank == 0 else None,
             log_freq=log_freq,
             last_step=total_steps,

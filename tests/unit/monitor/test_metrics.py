@@ -613,6 +613,22 @@ def test_scalars_have_torchtitans_names(build: Callable[..., Metrics], clock: Cl
     assert "closed" in sink.written
 
 
+def test_learning_rates_of_groups_reach_the_row_the_log_and_the_scalars(
+    build: Callable[..., Metrics],
+    clock: Clock,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    metrics = build()
+    metrics.sinks.append(sink := Scalars())
+    caplog.set_level(logging.INFO)
+    run(metrics, clock, range(1, 2), lr=1e-3, group_lr={"head": 2e-3, "norms": 5e-4})
+    (row,) = read_rows(tmp_path / "metrics.jsonl")
+    assert (row["lr"], row["group_lr"]) == (1e-3, {"head": 2e-3, "norms": 5e-4})
+    assert caplog.messages[-1].endswith("  lr: 0.001 head 0.002 norms 0.0005")
+    assert (sink.written[1]["lr/head"], sink.written[1]["lr/norms"]) == (2e-3, 5e-4)
+
+
 def test_validation_writes_a_row_scalars_and_a_line(
     build: Callable[..., Metrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

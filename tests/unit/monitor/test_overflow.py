@@ -72,7 +72,7 @@ def test_the_error_names_the_first_non_finite_module(
 def test_measurements_on_a_device_are_evaluated_later_with_the_same_result(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """`judge` reads the device and raises. Later steps do not change the result."""
+    """`evaluate` reads the device and raises. Later steps do not change the result."""
     position, model = [7, 2], build("1.second.weight", 3e38)
     detector = OverflowDetector([model], Debug(), lambda: (position[0], position[1]))
     detector._is_on_device = True
@@ -83,9 +83,9 @@ def test_measurements_on_a_device_are_evaluated_later_with_the_same_result(
     with pytest.raises(
         NonFiniteError, match="step 7, micro-batch 2: .* is in 1.second .Linear., output 0"
     ):
-        detector.judge()
+        detector.evaluate()
     assert "The last 5 of 5 modules" in caplog.text
-    detector.judge()
+    detector.evaluate()
 
 
 def test_the_requested_number_of_modules_is_shown(caplog: pytest.LogCaptureFixture) -> None:

@@ -114,6 +114,7 @@ def test_forward_flops_per_layer() -> None:
         ("deepseek_v3", "6 L H (qk_dim + v_dim) seq"),
         ("gpt_oss", "6 H (2 head_dim) sum of each layer's keys"),
         ("llama4", "6 H (2 head_dim) sum of each layer's keys"),
+        ("hf", "6 H (2 head_dim) sum of each layer's keys"),
     ],
 )
 def test_the_log_states_the_formula_of_the_model(

@@ -49,7 +49,7 @@ def csv(*rows: str) -> str:
         ((HEALTHY, "1, GPU-9, 40, 0, No, No, No, Not Active"), ["GPU 1: GPU-9 is known to be bad"]),
         (
             (HEALTHY, "Unable to determine the device handle"),
-            ["nvidia-smi says 'Unable to determine the device handle'"],
+            ["nvidia-smi printed 'Unable to determine the device handle'"],
         ),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_hung_driver_makes_a_machine_bad(
     monkeypatch.setattr(machine, "ANSWER_SECONDS", 0.1)
     assert main(["node", "check", "--no-pairs"]) == 1
     assert (
-        f"{machine.host_name()} is BAD: nvidia-smi says 'no answer within 0.1 s'"
+        f"{machine.host_name()} is BAD: nvidia-smi printed 'no answer within 0.1 s'"
         in capsys.readouterr().out
     )
 

@@ -280,8 +280,8 @@ def test_the_chunked_loss_limits_peak_memory():
     then in fp32 together with their log-softmax or its gradient. With chunks of 32 MiB of fp32, the
     loss holds 16 MiB of bf16 logits and 512 KiB of fp32.
 
-    By default glibc raises the size from which it maps memory, and keeps freed chunks of logits in
-    its heap, more or fewer by the timing of threads. A fixed threshold returns them to the system.
+    By default glibc raises the size from which it maps memory. It then keeps freed chunks of logits
+    in its heap, depending on thread timing. A fixed threshold returns them to the system.
     """
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 * 1024)}
     started = {}

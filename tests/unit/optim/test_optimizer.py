@@ -1,20 +1,28 @@
 """All optimizer implementations equal torch, skip non-finite updates, and can step in backward."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from torchtitan_like.optim.optimizer import build_optimizer, step_or_restore
+from torchtitan_like.config.sections_training import Optimizer
+from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.optim import optimizer as optimizers
+from torchtitan_like.optim.optimizer import Surroundings, step_or_restore
+from torchtitan_like.util.positions import local_positions
 
 
 def section(**changes):
-    defaults = {
-        "name": "AdamW", "lr": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1,
-        "implementation": "fused", "early_step_in_backward": False, "no_weight_decay": [],
-    }  # fmt: skip
-    return SimpleNamespace(**{**defaults, **changes})
+    return Optimizer(**{"lr": 0.1, **changes})
+
+
+def build_optimizer(named, section, sharding=()):
+    surroundings = Surroundings(
+        sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0
+    )
+    return optimizers.build_optimizer(named, section, surroundings)
 
 
 def model_and_loss():
@@ -86,6 +94,56 @@ def test_no_weight_decay_matches_parameter_names():
     optimizer.step(skip=torch.zeros(()))
     changed = {n for n, p in model.named_parameters() if not torch.equal(p, before[n])}
     assert changed == {"0.weight", "2.weight"}
+
+
+def test_groups_have_their_own_settings():
+    """The first step of Adam is lr * sign(gradient), and gradients of 0 leave the decay alone."""
+    model, loss = model_and_loss()
+    groups = {
+        "head": {"parameters": ["2.*"], "lr": 0.5},
+        "first": {"parameters": ["0.weight"], "weight_decay": 0.0, "name": "Adam"},
+    }
+    optimizer = build_optimizer(
+        model.named_parameters(), section(groups=groups, no_weight_decay=["*.bias"], eps=1e-30)
+    )
+    optimizer.scale_lr(0.5)
+    assert (optimizer.lr, optimizer.group_lr) == (0.05, {"head": 0.25, "first": 0.05})
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    loss().backward()
+    optimizer.step(skip=torch.zeros(()))
+    for name, lr, weight_decay in (
+        ("0.weight", 0.05, 0.0),
+        ("0.bias", 0.05, 0.0),
+        ("2.weight", 0.25, 0.1),
+        ("2.bias", 0.25, 0.0),
+    ):
+        p = model.get_parameter(name)
+        expected = before[name] * (1 - lr * weight_decay) - lr * p.grad.sign()
+        torch.testing.assert_close(p.detach(), expected, msg=name)
+    kinds = [type(each) for each in optimizer._optimizers]
+    assert sorted(kind.__name__ for kind in kinds) == ["Adam", "AdamW"]
+
+
+def test_groups_work_with_steps_in_backward():
+    groups = {"head": {"parameters": ["2.*"], "lr": 0.5, "name": "Adam"}}
+    results = []
+    for early in (False, True):
+        model, loss = model_and_loss()
+        optimizer = build_optimizer(
+            model.named_parameters(), section(groups=groups, early_step_in_backward=early)
+        )
+        optimizer.scale_lr(0.5)
+        loss().backward()
+        optimizer.clip_gradients(float("inf"))
+        optimizer.step(skip=torch.zeros(()))
+        results.append(weights(model))
+    assert torch.equal(*results)
+
+
+def test_a_parameter_in_two_groups_is_refused():
+    groups = {"a": {"parameters": ["0.*"]}, "b": {"parameters": ["*.bias"]}}
+    with pytest.raises(ValueError, match=r"^0\.bias is in the parameter groups a and b\. "):
+        build_optimizer(model_and_loss()[0].named_parameters(), section(groups=groups))
 
 
 def test_the_state_has_flat_names_from_the_start_and_can_be_loaded():

@@ -37,9 +37,15 @@ def test_the_defaults_have_no_problem() -> None:
     assert check("--training.steps 1000", 4) == []
 
 
+MOE = (
+    "--model.name qwen3 --model.flavor debugmodel_moe --parallelism.expert_parallel_degree 2"
+)
 UNAVAILABLE = [
     ("--model.converters quantize.linear.mx", "model.converters"),
     ("--model.converters quantize.linear.float8,quantize.grouped_mm.float8", "model.converters"),
+    (f"{MOE} --model.converters quantize.grouped_mm.mx", "model.converters"),
+    (f"{MOE} --parallelism.expert_parallel_comm_backend deepep",
+     "parallelism.expert_parallel_comm_backend"),
     ("--fault_tolerance.enable", "fault_tolerance.enable"),
     ("--memory_estimation.enable", "memory_estimation.enable"),
     ("--comm.mode local_tensor", "comm.mode"),
@@ -51,8 +57,9 @@ UNAVAILABLE = [
 @pytest.mark.parametrize(("line", "key"), UNAVAILABLE)
 def test_unavailable_features_are_refused_only_in_training(line: str, key: str) -> None:
     arguments = f"--training.steps 1000 {line}"
-    assert key in keys(check(arguments), "error")
-    checked = check(arguments, training=False)
+    (problem,) = [each for each in check(arguments, 2) if each.severity == "error"]
+    assert (problem.key, problem.expected) == (key, "not available yet") and problem.remedy
+    checked = check(arguments, 2, training=False)
     assert keys(checked, "error") == []
     assert any(problem.key == key and problem.remedy for problem in checked)
 
@@ -137,6 +144,18 @@ def test_patterns_without_weight_decay_match_a_parameter(flags: str) -> None:
         assert (
             f'"{pattern}" matches none of tok_embeddings.weight, layers.0.att' in problem.expected
         )
+
+
+def test_patterns_of_groups_match_parameters_once() -> None:
+    line = "--training.steps 1000 --model.args.vocab_size 2048 --optimizer.groups.a.parameters"
+    other = "--optimizer.groups.b.parameters"
+    assert check(f"{line} *norm* {other} output.*,layers.5.*wq*") == []
+    (problem,) = check(f"{line} *norms* {other} output.*")
+    assert problem.key == "optimizer.groups.a.parameters"
+    assert '"*norms*" matches none of tok_embeddings.weight' in problem.expected
+    (problem,) = check(f"{line} *norm* {other} layers.0.*")
+    assert problem.key == "optimizer.groups.b.parameters"
+    assert 'layers.0.attention_norm.weight is in "a" too' in problem.expected
 
 
 @pytest.mark.parametrize("table", ["data", "validation"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import shutil
 import subprocess
@@ -88,7 +87,8 @@ class Illegal(NamedTuple):
 
 FLOAT8 = "converters=quantize.linear.float8"
 MOE = "model.name=qwen3 model.flavor=debugmodel_moe"
-MTP = "model.name=deepseek_v3 model.flavor=debugmodel model.args.num_mtp_layers=1"
+DEEPSEEK = "model.name=deepseek_v3 model.flavor=debugmodel"
+MTP = f"{DEEPSEEK} model.args.num_mtp_layers=1"
 ILLEGAL = [
     Illegal("shard=3", 4, "parallelism", "dp_shard 3 x cp 1 x tp 1 x pp 1 = 3, but the world has 4 ranks"),
     Illegal("replicate=3", 4, "parallelism", "dp_replicate 3 x dp_shard 1"),
@@ -136,7 +136,12 @@ ILLEGAL = [
     Illegal("cp=2 rotate=alltoall mask=block_causal", 2, "parallelism.context_parallel_rotate_method",
             'set it to "allgather"', "ring-documents"),
     Illegal("model.name=gpt_oss cp=2 rotate=alltoall validate=false", 2, "parallelism.context_parallel_rotate_method",
-            "layers have windows and sinks", "ring-windows"),
+            "layers have windows: a ring", "ring-windows"),
+    Illegal("model.name=hf model.flavor=mistral cp=2 rotate=alltoall validate=false", 2,
+            "parallelism.context_parallel_rotate_method", "with hf, whose layers have windows", "ring-windows"),
+    Illegal("model.name=hf model.flavor=llama model.args.rope_type=dynamic model.args.max_seq_len=4096 seq=4096 cp=2 "
+            "validate=false", 2, "parallelism.context_parallel_degree", "1 for sequences of more than 2048 tokens",
+            "sharded-dynamic-rope"),
     Illegal("model.name=llama4 model.flavor=debugmodel_irope mask=causal cp=2 rotate=alltoall seq=512 validate=false", 2,
             "parallelism.context_parallel_rotate_method", "within chunks of 256 tokens", "ring-chunks"),
     Illegal("cp=3 rotate=ulysses seq=240 validate=false", 3, "parallelism.context_parallel_degree",
@@ -151,10 +156,9 @@ ILLEGAL = [
             "set parallelism.enable_sequence_parallel = true", "async-tp-without-sp"),
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
             "false without GPUs", "async-tp-on-cpu"),
+    Illegal("optimizer.name=Muon early=true", 2, "optimizer.early_step_in_backward", "false with Muon", "muon-early-step"),
     Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "with pipeline parallelism", "pipelined-early-step"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
-    Illegal("pp=2 local=1", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer than the 2 stages"),
-    Illegal("pp=2 schedule=DualPipeV local=3", 2, "parallelism.pipeline_parallel_microbatch_size", "3 are fewer than the 4"),
     Illegal("pp=2 schedule=Interleaved1F1B local=5", 2, "parallelism.pipeline_parallel_microbatch_size", "5 on 2 ranks"),
     Illegal("pp=8 layers=4 local=8", 8, "parallelism.pipeline_parallel_degree", "enough layers for each stage"),
     Illegal("pp=4 schedule=Interleaved1F1B layers=4", 4, "parallelism.pipeline_parallel_degree", "of 8 stages"),
@@ -177,13 +181,22 @@ ILLEGAL = [
     ),
     Illegal("pp=2 schedule=ZBVZeroBubble ac=full ac_debug=true", 2, "parallelism.pipeline_parallel_schedule",
             "activation_checkpoint.debug = false", "zero-bubble-debug"),
-    Illegal("pp=2 local=1 global=4 ramp=1,1,12", 2, "parallelism.pipeline_parallel_microbatch_size", "1 are fewer"),
     Illegal("pp=2 schedule=Interleaved1F1B local=1 global=8 ramp=2,3,60", 2, "parallelism.pipeline_parallel_microbatch_size",
             "5 on 2 ranks"),
     Illegal("pp=2 tied=true", 2, "parallelism.pipeline_parallel_degree", "untie them in [model.args]"),
     Illegal("pp=2 schedule=PipelineScheduleMulti", 2, "parallelism.pipeline_parallel_schedule_csv", "the file with the"),
     Illegal("pp=2 schedule=PipelineScheduleMulti csv=nowhere.csv", 2, "parallelism.pipeline_parallel_schedule_csv",
             "nowhere.csv"),
+    Illegal("tp=2 multiple_of=1 model.args.ffn_dim_multiplier=1.002", 2, "parallelism.tensor_parallel_degree",
+            "683 features of each feed-forward network", "uneven-features"),
+    Illegal("model.name=qwen3 model.flavor=debugmodel tp=2 model.args.hidden_dim=171", 2,
+            "parallelism.tensor_parallel_degree", "171 features", "uneven-features"),
+    Illegal(f"{DEEPSEEK} tp=2 model.args.inter_dim=13", 2, "parallelism.tensor_parallel_degree", "13 features",
+            "uneven-features"),
+    Illegal(f"{DEEPSEEK} tp=2 model.args.moe_inter_dim=13 model.args.num_shared_experts=1", 2,
+            "parallelism.tensor_parallel_degree", "13 features of the shared experts", "uneven-shared-experts"),
+    Illegal(f"{DEEPSEEK} tp=2 etp=2 model.args.moe_inter_dim=13", 2, "parallelism.expert_tensor_parallel_degree",
+            "the 13 hidden units of each expert", "uneven-expert-features"),
     Illegal("ep=2", 2, "parallelism.expert_parallel_degree", "llama3 has no experts", "experts-of-dense-model"),
     Illegal(f"{MOE} ep=4", 2, "parallelism.expert_parallel_degree", "a divisor of dp_shard x cp x tp = 2 x 1 x 1",
             "uneven-expert-ranks"),
@@ -197,8 +210,15 @@ ILLEGAL = [
             "experts-without-sequence-parallelism"),
     Illegal(f"{MOE} ep=2 impl=simple_fsdp", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"',
             "experts-of-simple-fsdp"),
-    Illegal(f"{MOE} ep=2 tp=2 replicate=2", 4, "parallelism.expert_parallel_degree", "its ranks have all experts",
-            "experts-of-replicas"),
+    Illegal(f"{MOE} ep=2 tp=2 replicate=2", 4, "parallelism.data_parallel_replicate_degree",
+            "the ranks of DDP have all experts", "experts-of-replicas"),
+    Illegal(f"{MOE} tp=2 etp=2 replicate=2", 4, "parallelism.data_parallel_replicate_degree",
+            "the ranks of DDP have all experts", "experts-of-replicas"),
+    Illegal(f"{MOE} tp=2 etp=2 impl=simple_fsdp", 2, "parallelism.data_parallel_impl", 'set it to "fsdp2"',
+            "experts-of-simple-fsdp"),
+    Illegal(f"{MOE} tp=2 etp=2 sp=false", 2, "parallelism.enable_sequence_parallel", "must send different tokens",
+            "experts-without-sequence-parallelism"),
+    Illegal(f"{MOE} tp=4 etp=2", 4, "parallelism.expert_tensor_parallel_degree", "1 or tensor_parallel_degree = 4"),
     Illegal(f"{MOE} ep=2 tp=4 etp=2", 4, "parallelism.expert_tensor_parallel_degree", "1 or tensor_parallel_degree = 4"),
     Illegal(f"{FLOAT8} device=cpu", 2, "quantize.linear.float8.emulate", "set it to true"),
 ]  # fmt: skip
@@ -224,6 +244,24 @@ def test_an_illegal_layout_is_refused(case: Illegal, capsys: pytest.CaptureFixtu
     )
     assert f": {case.key}" in lines[0] and case.message in lines[0]
     assert lines[0].startswith("  1. command line: ")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("pp=2 local=1", "1 are fewer than the 2 stages"),
+        ("pp=2 schedule=DualPipeV local=3", "3 are fewer than the 4 stages"),
+        ("pp=2 local=1 global=4 ramp=1,1,12", "1 are fewer than the 2 stages"),
+    ],
+)
+def test_too_few_micro_batches_are_refused_only_in_training(line: str, message: str) -> None:
+    """The command of the run may still set a larger batch size."""
+    config = load_config(["--job.config_file", CONFIG, *arguments(line)])
+    key = "parallelism.pipeline_parallel_microbatch_size"
+    for training, severity in ((True, "error"), (False, "warning")):
+        problems = preflight.check(config, 2, training=training)
+        (problem,) = [each for each in problems if each.key == key]
+        assert problem.severity == severity and message in problem.expected and problem.remedy
 
 
 LEGAL = [
@@ -277,23 +315,6 @@ def test_the_number_of_ranks_may_be_unknown(
     line = "tp=3 kv_heads=2 heads=6 model.args.dim=240 seq=255 validate=false"
     assert main(["check", CONFIG, *size, *arguments(line)]) == 78
     assert "2 key-value heads" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("rule", "limits", "degrees", "message"),
-    [
-        ("uneven-features", {"ffn_dim": 171}, {"tp": 2}, "171 features"),
-    ],
-)
-def test_limits_of_other_models_have_a_rule(
-    rule: str, limits: dict[str, int], degrees: dict[str, int], message: str
-) -> None:
-    """A model may have limits that no shipped model has; each size in `ModelSpec` has a rule."""
-    run = RunContext(
-        load_config([]), math.prod(degrees.values()), is_resolved=True, limits=limits, **degrees
-    )
-    (broken_rule,) = broken_rules(run)
-    assert broken_rule.name == rule and message in broken_rule.problem(run).expected
 
 
 def test_offloaded_activations_save_no_memory_on_cpu() -> None:
@@ -385,7 +406,7 @@ def test_upcycling_needs_a_family_with_dense_models() -> None:
     ("flavor", "is_refused"), [("debugmodel", True), ("16B", True), ("671B", False)]
 )
 def test_biases_that_hugging_face_lacks_are_not_exported(flavor: str, is_refused: bool) -> None:
-    """DeepSeek-V3 has biases; DeepSeek-V2, which the softmax flavors are there, has none."""
+    """DeepSeek-V3 has biases. DeepSeek-V2, to which softmax flavors are exported, has none."""
     model = f"model.name=deepseek_v3 model.flavor={flavor}"
     export = "checkpoint.enable=true checkpoint.hf_interval=10"
     for line, expected in (
@@ -398,7 +419,7 @@ def test_biases_that_hugging_face_lacks_are_not_exported(flavor: str, is_refused
 
 
 def test_biases_of_llama4_train_and_are_not_exported() -> None:
-    """Its sigmoid router may have biases, but Hugging Face's format has no place for them."""
+    """Its sigmoid router may have biases, but Hugging Face's format cannot store them."""
     line = "model.name=llama4 model.args.load_balance=bias"
     assert broken_rules(layout(line, 2)) == []
     export = "checkpoint.enable=true checkpoint.hf_interval=10"
@@ -479,12 +500,12 @@ def test_every_preflight_rule_has_a_case() -> None:
     tested |= {
         "bfloat16-reduction",
         "experts-on-old-torch",
+        "experts-of-tensor-parallel-ranks-on-old-torch",
         "few-micro-batches",
         "offloaded-activations-on-cpu",
         "old-zero-bubble",
         "reshard-of-replicated-weights",
         "tp-across-nodes",
-        "uneven-features",
     }
     assert [rule.name for rule in RULES if rule.name not in tested] == []
     assert len({rule.name for rule in RULES}) == len(RULES)
@@ -761,6 +782,12 @@ def test_expert_parallelism_needs_torch_2_12() -> None:
     assert broken_rules(replace(run, torch_release=(2, 12))) == []
     (rule,) = broken_rules(replace(run, torch_release=(2, 11)))
     assert rule.name == "experts-on-old-torch"
+    run = layout(f"{MOE} tp=2", 2)
+    assert broken_rules(replace(run, torch_release=(2, 12))) == []
+    (rule,) = broken_rules(replace(run, torch_release=(2, 11)))
+    assert rule.name == "experts-of-tensor-parallel-ranks-on-old-torch"
+    run = layout(f"{MOE} tp=2 sp=false", 2)
+    assert broken_rules(replace(run, torch_release=(2, 11))) == []
 
 
 def test_micro_batches_are_checked_only_on_a_given_number_of_ranks() -> None:

@@ -88,7 +88,7 @@ def test_compute_per_step() -> None:
             250,
             56.5,
             18.4,
-            "network-bound: at least 68% of a step is waiting; from 26.2 GB/s on",
+            "network-bound: at least 68% of a step is waiting; above 26.2 GB/s",
         ),
         (212, 90, 2.26, 51, "compute-bound: communication takes 4%"),
     ],
@@ -104,7 +104,7 @@ def test_verdicts_for_80b_on_512_gpus(gbs, tflops, comm, compute, verdict, capsy
 def test_an_impossible_number_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*IDEFICS, "--gbs", "0", "--tflops", "90"])
-    assert "expected more than 0: gbs" in capsys.readouterr().err
+    assert "expected numbers above 0: gbs" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("num_ranks", "factor"), [(2, 1), (8, 1.75), (64, 1.97)])

@@ -12,6 +12,8 @@ import pytest
 from scripts import count_collectives
 from scripts.count_collectives import Row, count, kind_of, rows_of, table
 from tests.distributed.parity import build, options, release
+from tests.distributed.test_expert_parallel import arguments
+from tests.distributed.test_moe import EP
 from tests.harness.rank_pool import run_ranks
 
 TP, PP, CP, REPLICATE = (
@@ -45,7 +47,10 @@ def counted_step(argv: list[str]) -> list[Row]:
 def number_and_bytes(
     tmp_path: Path, world_size: int, **overrides: object
 ) -> dict[tuple[str, str], tuple[int, int]]:
-    argv = options(str(tmp_path / "run"), "float32", **overrides)
+    return count_on_ranks(world_size, options(str(tmp_path / "run"), "float32", **overrides))
+
+
+def count_on_ranks(world_size: int, argv: list[str]) -> dict[tuple[str, str], tuple[int, int]]:
     first, *others = run_ranks(counted_step, world_size, argv)
     assert all(rows == first for rows in others)
     return {(row.over, row.kind): (row.number, row.nbytes) for row in first}
@@ -96,6 +101,29 @@ def test_a_shard_of_the_weights_is_gathered_for_each_pass(tmp_path: Path) -> Non
     assert (
         collectives["dp_shard", "all-gather"][0] == 6
         and collectives["dp_shard", "reduce-scatter"][0] == 4
+    )
+
+
+@pytest.mark.parametrize(("recomputation", "exchanges"), [("none", 4), ("full", 6)])
+def test_expert_parallelism_exchanges_rows_four_times_per_layer(
+    tmp_path: Path, recomputation: str, exchanges: int
+) -> None:
+    """Full recomputation sends the rows of the forward pass again, but not their numbers."""
+    argv = arguments(
+        tmp_path / "run",
+        **{
+            EP: 2,
+            "training.local_batch_size": 4,
+            "activation_checkpoint.mode": recomputation,
+            "debug.moe_force_load_balance": "true",  # each rank receives as many rows as it sends
+        },
+    )
+    num_layers, num_experts, top_k = 2, 8, 2
+    rows = top_k * ACTIVATION // 2  # bytes; each rank has half of the samples
+    counts = num_experts * 8
+    assert count_on_ranks(2, argv)["ep", "all-to-all"] == (
+        num_layers * (exchanges + 1),
+        num_layers * (exchanges * rows + counts),
     )
 
 

@@ -80,7 +80,7 @@ def test_a_trace_without_kernels_is_refused(
 ) -> None:
     file = write(tmp_path, "rank0_trace.json", events)
     assert exposed_comm.main([str(file)]) == 2
-    assert "no trace with kernels of a GPU" in capsys.readouterr().err
+    assert "no trace with GPU kernels" in capsys.readouterr().err
 
 
 def test_a_file_that_is_not_a_trace_is_refused(
@@ -88,4 +88,4 @@ def test_a_file_that_is_not_a_trace_is_refused(
 ) -> None:
     (tmp_path / "rank0_trace.json").write_text('{"traceEvents": [')
     assert exposed_comm.main([str(tmp_path)]) == 2
-    assert "rank0_trace.json is no Chrome trace" in capsys.readouterr().err
+    assert "rank0_trace.json is not a Chrome trace" in capsys.readouterr().err

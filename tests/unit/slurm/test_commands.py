@@ -111,7 +111,7 @@ def test_examples_of_before_and_after_work(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without exit.json, `after` reports a crash."""
-    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+    for name in ("SLURM_JOB_ID", "SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_STALLED_STARTS", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
@@ -156,11 +156,11 @@ def test_a_limit_of_starts_that_is_not_a_number_is_refused(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("MAX_IN_VAIN", "many")
+    monkeypatch.setenv("MAX_STALLED_STARTS", "many")
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
     *arguments, _, _ = example(verb)
     assert main(arguments) == 78
-    assert capsys.readouterr().err.startswith("MAX_IN_VAIN is 'many'. Expected a number of starts")
+    assert capsys.readouterr().err.startswith("MAX_STALLED_STARTS is 'many'. Expected a number of starts")
 
 
 def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

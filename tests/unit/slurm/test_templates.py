@@ -363,7 +363,7 @@ def test_the_gpu_diagnosis_reports_the_node(slurm: Path, tmp_path: Path) -> None
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    for name in ("SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_IN_VAIN", "DRY_RUN"):
+    for name in ("SLURM_ARRAY_JOB_ID", "REQUEUE", "MAX_STALLED_STARTS", "DRY_RUN"):
         monkeypatch.delenv(name, raising=False)
     return {
         "job": {"dump_folder": str(tmp_path / "outputs")},
@@ -438,7 +438,7 @@ def test_exit_codes_that_requeue_a_job(
 
 
 @pytest.mark.parametrize(
-    "variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_IN_VAIN", "1")]
+    "variable", [("SLURM_ARRAY_JOB_ID", "1"), ("REQUEUE", "0"), ("MAX_STALLED_STARTS", "1")]
 )
 def test_variables_that_prevent_a_requeue(config, monkeypatch, variable) -> None:
     write_exit(config, 75)

@@ -12,10 +12,10 @@ from functools import lru_cache
 from itertools import product
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchtitan_like.models.hf_table import Box, Link, Shape, Span, slices
+from torchtitan_like.util.positions import local_positions
 
 Range = tuple[int, int]
 
@@ -23,14 +23,12 @@ Range = tuple[int, int]
 def local_boxes(tensor: Any) -> list[tuple[Box, Tensor]]:
     """Return the boxes of the full tensor that this rank holds, each with a view of its memory.
 
-    A plain tensor is one box. For a DTensor, torch's own sharding code is applied to the positions
-    along each dimension, so that uneven and strided shards are exact. All steps are 1.
+    A plain tensor is one box. Uneven and strided shards of a DTensor are exact. All steps are 1.
     """
     local = tensor.detach()
-    spans = [[(0, n, 1)] for n in tensor.shape]
     if hasattr(tensor, "placements"):
         local = local.to_local()
-        spans = _local_spans(tensor)
+    spans = [_runs(positions) for positions in local_positions(tensor)]
     offsets = [[sum(n for _, n, _ in runs[:i]) for i in range(len(runs))] for runs in spans]
     boxes = []
     for indices in product(*(range(len(runs)) for runs in spans)):
@@ -42,28 +40,13 @@ def local_boxes(tensor: Any) -> list[tuple[Box, Tensor]]:
     return boxes
 
 
-def _local_spans(tensor: Any) -> list[list[Span]]:
-    """Return this rank's runs of positions along each dimension, in memory order."""
-    sharded = {placement.dim for placement in tensor.placements if not placement.is_replicate()}
-    spans: list[list[Span]] = [[(0, n, 1)] for n in tensor.shape]
-    for dim in sharded:
-        shape = [-1 if d == dim else 1 for d in range(tensor.ndim)]
-        positions = torch.arange(tensor.shape[dim]).view(shape)
-        for mesh_dim, placement in enumerate(tensor.placements):
-            if placement.is_replicate() or placement.dim != dim:
-                continue
-            num_shards = tensor.device_mesh.size(mesh_dim)
-            shards, _ = placement._split_tensor(positions, num_shards, with_padding=False)
-            positions = shards[tensor.device_mesh.get_local_rank(mesh_dim)]
-        spans[dim] = _runs(positions.flatten().tolist())
-    return spans
-
-
-def _runs(positions: list[int]) -> list[Span]:
+def _runs(positions: Tensor) -> list[Span]:
     """Group positions into runs of neighbors; no run if there are no positions."""
-    starts = [i for i, p in enumerate(positions) if i == 0 or p != positions[i - 1] + 1]
-    ends = [*starts[1:], len(positions)][: len(starts)]
-    return [(positions[i], end - i, 1) for i, end in zip(starts, ends, strict=True)]
+    if not len(positions):
+        return []
+    starts = [0, *(1 + (positions.diff() != 1).nonzero().flatten()).tolist()]
+    ends = [*starts[1:], len(positions)]
+    return [(int(positions[i]), end - i, 1) for i, end in zip(starts, ends, strict=True)]
 
 
 def intersect(box: Box, bounds: Sequence[Range]) -> list[Range] | None:

@@ -127,7 +127,7 @@ def _consolidate(
     source: Path, folder: Path, file_of: Mapping[str, int] | None, num_threads: int, votes: Votes
 ) -> dict[str, FileRecord]:
     start = time.monotonic()
-    shards = votes.leader_does(lambda: read_shards(source))
+    shards = votes.run_on_leader(lambda: read_shards(source))
     outputs = _plan_tensors(shards)
     files = lay_out_files(outputs, _group_tensors(outputs, file_of))
     extents = extents_of(files)
@@ -148,7 +148,7 @@ def _consolidate(
         Output(folder, files, votes) as output,
         _Copier(shards, copies, output, num_threads) as copier,
     ):
-        votes.all_do(copier.open)
+        votes.run_on_all(copier.open)
         output.create(own_extents)
 
         def copy_round(number: int) -> None:
@@ -161,7 +161,9 @@ def _consolidate(
             if votes.is_leader:
                 output.remove()
             raise
-    votes.all_do(lambda: _verify(folder, records, [(files[f].name, k) for f, k in shares[rank]]))
+    votes.run_on_all(
+        lambda: _verify(folder, records, [(files[f].name, k) for f, k in shares[rank]])
+    )
     total = sum(file.size for file in files)
     logger.info(
         f"Consolidated {len(shards)} shard files into {len(files)} files ({total:,} bytes) on "

@@ -1,8 +1,8 @@
 """Write a Hugging Face export: each rank writes its own parts of the final files.
 
 No rank ever holds a whole sharded tensor. `plan.py` makes the plan, and this module executes it. A
-rank fills each extent that it owns from its own shards and from messages of other ranks, in the
-dtype of the file, and writes it once. This needs a few extents of memory in addition to the
+rank fills each extent that it owns, in the dtype of the file, from its own shards and from messages
+of other ranks. It writes the extent once. This needs a few extents of memory in addition to the
 weights. The bytes are the same for any number of ranks.
 """
 

@@ -25,6 +25,7 @@ _COPIED = (
     "vocab.json", "merges.txt", "*.model", "original/tokenizer.model", "*.tiktoken",
     "chat_template.*", "generation_config.json",
 )  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 ORIGINAL = "original"
 _TIKTOKEN_LINE = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")  # a token in base64 and its rank
 
@@ -58,7 +59,7 @@ def write_model(
         dtype=dtype,
         group=votes.group,
         shard_bytes=shard_bytes,
-        index=votes.leader_does(lambda: read_index(identity.hf_assets)) if by_index else None,
+        index=votes.run_on_leader(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
     dtypes = [each for rank_dtypes in votes.group.gather_objects(floating) for each in rank_dtypes]
@@ -73,7 +74,7 @@ def write_model(
             folder, config=config, dtype=config_dtype, assets=assets, bos=bos, eos=eos
         )
 
-    return records | votes.leader_does(complete)
+    return records | votes.run_on_leader(complete)
 
 
 def write_folder(
@@ -92,13 +93,16 @@ def write_folder(
     config: the model's sizes (`ModelSpec.hf_config`).
     dtype: dtype of the exported weights.
     assets: the tokenizer's folder or file.
-    bos, eos: None if the tokenizer has none.
+    bos, eos: None if the tokenizer has none. Their ids in an existing config.json of `assets`
+        precede: a model may end a text with one of several tokens.
     """
     source = assets if assets.is_dir() else assets.parent
     files = [path for pattern in _COPIED for path in sorted(source.glob(pattern))]
     contents = {_name_in_export(path, source): path.read_bytes() for path in files}
     special = {"bos": bos, "eos": eos}
-    ids = {f"{name}_token_id": token.id if token else None for name, token in special.items()}
+    ids = _stored_token_ids(source)
+    if ids is None:
+        ids = {f"{name}_token_id": token.id if token else None for name, token in special.items()}
     texts = {f"{name}_token": token.text for name, token in special.items() if token}
     # Older releases of transformers read torch_dtype, newer ones dtype.
     dtype_name = str(dtype).removeprefix("torch.")
@@ -115,6 +119,24 @@ def write_folder(
     for parent in sorted({(folder / file).parent for file in contents}, reverse=True):
         sync_path(parent)
     return records
+
+
+def _stored_token_ids(source: Path) -> dict[str, Any] | None:
+    """Return the ids of special tokens in a config.json as they are; None without the file.
+
+    An absent id stays absent. Raises CheckpointError if the file cannot be read.
+    """
+    file = source / "config.json"
+    if not file.is_file():
+        return None
+    try:
+        config = read_json(file)
+        return {key: config[key] for key in _TOKEN_IDS if key in config}
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is not valid: {type(error).__name__} {error}. Expected the config of the "
+            "tokenizer's model, whose special tokens the export has: copy the file again"
+        ) from error
 
 
 def _name_in_export(path: Path, source: Path) -> str:

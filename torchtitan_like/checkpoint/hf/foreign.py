@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,10 +31,9 @@ def load_torchtitan(
 ) -> LoadReport:
     """Load the model of a TorchTitan step (a folder with `.metadata`), as `load_weights` does.
 
-    Optimizer, schedule, and data position are not read: TorchTitan orders the rows of its
-    parameters differently.
+    `checkpoint/torchtitan.py` loads the optimizer and the progress of its run.
     """
-    source = votes.leader_does(lambda: open_dcp(folder))
+    source = votes.run_on_leader(lambda: open_dcp(folder))
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
 
 
@@ -46,7 +45,7 @@ def load_meta(
     The files are memory-mapped: only the parts that a rank reads become resident.
     """
     opened: list[MetaSource] = []
-    votes.all_do(lambda: opened.append(_open_meta(path)))
+    votes.run_on_all(lambda: opened.append(_open_meta(path)))
     return load_weights(opened[0], tensors, rows=rows, tied=tied, votes=votes)
 
 
@@ -55,12 +54,15 @@ def load_meta(
 
 @dataclass(frozen=True)
 class DcpSource:
-    """The model's tensors in a DCP checkpoint. `prefix` precedes the names in `metadata`."""
+    """The weights, or one moment of the optimizer, in a DCP checkpoint, by parameter name.
+
+    stored_names: parameter name -> name in `metadata`.
+    """
 
     path: Path
     stored: Mapping[str, TensorInfo]
     metadata: Metadata
-    prefix: str
+    stored_names: Mapping[str, str]
 
     def fill(self, reads: Iterable[Read]) -> None:
         """Load each chunk that this rank needs once, and copy from it to all targets."""
@@ -70,11 +72,12 @@ class DcpSource:
         by_chunk: dict[MetadataIndex, list[Read]] = {}
         items = []
         for name, tensor_reads in by_name.items():
-            for chunk in _tensor(self.metadata, self.prefix + name).chunks:
+            stored_name = self.stored_names[name]
+            for chunk in _tensor(self.metadata, stored_name).chunks:
                 parts = [crop_to_chunk(read, chunk.offsets, chunk.sizes) for read in tensor_reads]
                 chunk_reads = [part for part in parts if part is not None]
                 if chunk_reads:
-                    index = MetadataIndex(self.prefix + name, chunk.offsets)
+                    index = MetadataIndex(stored_name, chunk.offsets)
                     zeros = torch.Size([0] * len(chunk.sizes))
                     by_chunk[index] = chunk_reads
                     tensor = LoadItemType.TENSOR
@@ -110,8 +113,20 @@ def _tensor(metadata: Metadata, name: str) -> TensorStorageMetadata:
     return entry
 
 
-def open_dcp(folder: Path) -> DcpSource:
-    """Read the metadata. Raises DamagedError if a file is absent or too short."""
+def weight_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of each weight in a TorchTitan checkpoint, by parameter name."""
+    weights = [name for name in names if not _NOT_THE_MODEL.fullmatch(name)]
+    has_prefix = bool(weights) and all(name.startswith(_PREFIX) for name in weights)
+    return {name.removeprefix(_PREFIX) if has_prefix else name: name for name in weights}
+
+
+def open_dcp(
+    folder: Path, select: Callable[[Iterable[str]], dict[str, str]] = weight_names
+) -> DcpSource:
+    """Read the metadata. Raises DamagedError if a file is absent or too short.
+
+    select: returns the stored names of the wanted tensors, by parameter name.
+    """
     if not (folder / ".metadata").exists():
         raise CheckpointError(
             f"{folder} is not a checkpoint of torch.distributed.checkpoint: it has no .metadata. "
@@ -121,8 +136,10 @@ def open_dcp(folder: Path) -> DcpSource:
     tensors = {
         name: entry
         for name, entry in metadata.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and not _NOT_THE_MODEL.fullmatch(name)
+        if isinstance(entry, TensorStorageMetadata)
     }
+    stored_names = select(tensors)
+    tensors = {name: tensors[name] for name in stored_names.values()}
     for name, entry in tensors.items():  # elements without a chunk would keep their initial values
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise DamagedError(
@@ -140,14 +157,13 @@ def open_dcp(folder: Path) -> DcpSource:
             raise DamagedError(
                 f"{folder / file} has {actual_size} bytes. Expected at least {size}: copy it again"
             )
-    prefix = _PREFIX if tensors and all(name.startswith(_PREFIX) for name in tensors) else ""
     stored = {
-        name[len(prefix) :]: TensorInfo(tuple(tensor.size), tensor.properties.dtype)
-        for name, tensor in tensors.items()
+        name: TensorInfo(tuple(tensors[full].size), tensors[full].properties.dtype)
+        for name, full in stored_names.items()
     }
-    # All ranks receive this. The optimizer's entries would triple its size.
-    weight_metadata = replace(metadata, state_dict_metadata=dict(tensors), storage_data=storage)
-    return DcpSource(folder, stored, weight_metadata, prefix)
+    # All ranks receive this. The other entries would triple its size.
+    selected = replace(metadata, state_dict_metadata=dict(tensors), storage_data=storage)
+    return DcpSource(folder, stored, selected, stored_names)
 
 
 # ---- Meta

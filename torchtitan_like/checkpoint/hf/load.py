@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -130,27 +130,39 @@ def load_hf(
     """
     from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
-    source = votes.leader_does(lambda: open_safetensors(folder, quantized=quantized))
+    source = votes.run_on_leader(lambda: open_safetensors(folder, quantized=quantized))
     if alternative_rows is not None:
         rows = max(rows, alternative_rows, key=lambda table: count_named(table, source.stored))
     return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
 
 
-def config_differences(folder: Path, expected: Mapping[str, Any]) -> list[str]:
+def config_differences(
+    folder: Path,
+    expected: Mapping[str, Any],
+    standardize: Callable[[Mapping[str, Any]], dict[str, Any]] = dict,
+) -> list[str]:
     """Compare the directory's config.json with `expected`; return one sentence per difference.
 
     Such differences do not prevent loading if all shapes are equal. For example, a different number
     of heads or rotary base is visible only in the loss.
+
+    standardize: returns the content of a file as the model's family writes it; raises ValueError
+        with one line for each field that it does not support.
     """
     if not (folder / "config.json").exists():
         return []
     try:
-        stored = _DEFAULTS | _flat_rope(read_json(folder / "config.json"))
+        content = read_json(folder / "config.json")
+        _flat_rope(content)  # raises for content that is no table of tables and values
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise DamagedError(
             f"{folder / 'config.json'} is not valid: {type(error).__name__} {error}. Expected the "
             "config of a Hugging Face model: copy the file again"
         ) from error
+    try:
+        stored = _DEFAULTS | _flat_rope(standardize(content))
+    except ValueError as error:
+        return [f"{folder / 'config.json'} has {line}" for line in str(error).splitlines()]
     return [
         f"{folder / 'config.json'} has {key} = {stored[key]}, this model has {value}"
         for key, value in _flat_rope(dict(expected)).items()
@@ -217,9 +229,9 @@ def load_weights(
     needed = {name: info for part in votes.gather(list_needed) for name, info in part.items()}
     report = _compare(source, needed, unread)
     report.check()
-    votes.all_do(lambda: source.fill(plan_reads(all_links, natives | aliases)))
+    votes.run_on_all(lambda: source.fill(plan_reads(all_links, natives | aliases)))
     pairs = {alias: (aliases[alias], natives[name]) for alias, name in tied if alias in aliases}
-    votes.all_do(lambda: _check_ties(source, pairs))
+    votes.run_on_all(lambda: _check_ties(source, pairs))
     logger.info(report)
     return report
 

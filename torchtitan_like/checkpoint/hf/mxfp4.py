@@ -1,6 +1,6 @@
 """Read weights in MXFP4, gpt-oss's format: 4 bits for a value, and a scale for each 32 values.
 
-The format is of the OCP Microscaling Formats specification, version 1.0, section 5.3.
+OCP Microscaling Formats specification, version 1.0, section 5.3.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def read_packed(
     """
     experts, (start, count, step), (row, num_rows, row_step) = box
     first, last = start // _BLOCK, (start + (count - 1) * step) // _BLOCK
-    # Rows take turns with those of another weight: fewer, longer reads are faster.
+    # Rows alternate with another weight's rows: fewer, longer reads are faster.
     all_rows = (row, (num_rows - 1) * row_step + 1, 1)
     blocks = (experts, all_rows, (first, last - first + 1, 1))
     scales = read(packed.scales, blocks)[:, ::row_step]

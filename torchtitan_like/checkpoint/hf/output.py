@@ -60,8 +60,8 @@ class Output:
 
         Raises CheckpointError on all ranks if a file exists.
         """
-        self._votes.leader_does(self._create)
-        self._votes.all_do(lambda: self._open_all({f for f, _ in own_extents}))
+        self._votes.run_on_leader(self._create)
+        self._votes.run_on_all(lambda: self._open_all({f for f, _ in own_extents}))
 
     def _create(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -122,7 +122,7 @@ class Output:
         digests: dict[ExtentId, str] = {}
         for part in self._votes.gather(self._sync):
             digests |= part
-        self._votes.all_do(self._write_headers)
+        self._votes.run_on_all(self._write_headers)
         extents = extents_of(self.files)
         records = {
             file.name: FileRecord(
@@ -130,7 +130,7 @@ class Output:
             )
             for f, file in enumerate(self.files)
         }
-        return records | {INDEX: self._votes.leader_does(self._write_index)}
+        return records | {INDEX: self._votes.run_on_leader(self._write_index)}
 
     def _sync(self) -> dict[ExtentId, str]:
         for f in self._descriptors:
@@ -187,4 +187,4 @@ def run_in_rounds(
         if failure is not None:
             raise failure
 
-    votes.all_do(raise_failure)
+    votes.run_on_all(raise_failure)

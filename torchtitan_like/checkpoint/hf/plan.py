@@ -217,9 +217,9 @@ def plan_tensors(
 ) -> dict[str, OutputTensor]:
     """Return the output tensors in file order: by name, with numbers compared as numbers.
 
-    dtype: target dtype of floating-point tensors, except those of `is_always_float32`; None keeps
-    their dtypes. copies: pairs of output names; the second one is written with the same values as
-    the first one. Raises CheckpointError for tensors that match no row.
+    dtype: target dtype of floating-point tensors, except tensors that `is_always_float32` names;
+    None keeps their dtypes. copies: pairs of output names; the second one is written with the same
+    values as the first one. Raises CheckpointError for tensors that match no row.
     """
     try:
         all_links = links(rows, {name: tensor.shape for name, tensor in shards.items()}, tied)

@@ -28,10 +28,10 @@ from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
-from torchtitan_like.checkpoint.publishing import StagedOutput
+from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.step_folders import CONFIG, MANIFEST, Manifest
+from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.checkpoint.stored_weights import HostTensors
 from torchtitan_like.checkpoint.tools.contents import (
     FAMILIES,
@@ -48,6 +48,7 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.reading import parse_json
+from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
 # Function that returns the model of the checkpoint at a path, and its configuration as TOML.
 Identify = Callable[[Path], tuple[Identity, str]]

@@ -14,18 +14,14 @@ from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.probes import check_space
-from torchtitan_like.checkpoint.publishing import StagedOutput, verify_together
+from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import (
-    CONFIG,
-    file_records,
-    read_manifest,
-    suggest_step,
-)
+from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5
 
@@ -64,14 +60,14 @@ def export_step(
             output.path.mkdir()
             return output.path
 
-        staged = votes.leader_does(stage)
+        staged = votes.run_on_leader(stage)
         records = file_records(manifest)
         reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
         stored = reader.read_metadata().state_dict_metadata
         weights = StoredWeights(stored, votes.group.rank, votes.group.size)
         start = Start("warm", 0, step, "named on the command line", manifest=manifest)
         load_states(start, {"model": weights}, votes, identity)
-        votes.leader_does(lambda: check_space(staged, weights.num_bytes))
+        votes.run_on_leader(lambda: check_space(staged, weights.num_bytes))
         files = write_model(
             staged,
             weights.state_dict(),
@@ -82,7 +78,7 @@ def export_step(
             by_index=not shard_gb,
         )
         config = (step / CONFIG).read_bytes()
-        files[CONFIG] = votes.leader_does(lambda: write_file(staged / CONFIG, config))
+        files[CONFIG] = votes.run_on_leader(lambda: write_file(staged / CONFIG, config))
         verify_together(staged, files, votes)
         content = {"kind": "hf", "step": manifest["step"], "files": files}
-        votes.leader_does(lambda: output.publish(content))
+        votes.run_on_leader(lambda: output.publish(content))

@@ -10,18 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.publishing import STAGED
-from torchtitan_like.checkpoint.retention import PIN
+from torchtitan_like.checkpoint.staged_output import STAGED
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
-    MANIFEST,
     NONFINITE,
     StepFolder,
     all_steps,
     numbered_folders,
     suggest_folder,
 )
+from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration
 
 # Part of a folder's name -> kind of the folder in the listing.

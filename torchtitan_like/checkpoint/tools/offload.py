@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.lock import FileLock
-from torchtitan_like.checkpoint.publishing import StagedOutput
-from torchtitan_like.checkpoint.retention import PIN, find_expired
+from torchtitan_like.checkpoint.retention import find_expired
+from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.step_folders import (
     Manifest,
     StepFolder,
@@ -22,6 +22,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.checkpoint.tools.verify import verify
 from torchtitan_like.util.files import sync_path, write_atomically
+from torchtitan_like.util.run_directory import PIN
 
 Log = Callable[[str], None]
 

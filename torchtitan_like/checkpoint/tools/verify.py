@@ -11,10 +11,8 @@ from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import find_damage
-from torchtitan_like.checkpoint.retention import PIN
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
-    MANIFEST,
     StepFolder,
     all_steps,
     file_records,
@@ -22,6 +20,7 @@ from torchtitan_like.checkpoint.step_folders import (
     suggest_folder,
 )
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration
 
 

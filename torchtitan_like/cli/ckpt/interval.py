@@ -36,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
         "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
         "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
-        "checkpoint counts from its start to its name; training does not wait for that long.\n\n"
+        "checkpoint is timed until it is published; training waits for only a part of that time.\n\n"
         f"example: {EXAMPLE}"
     )
 

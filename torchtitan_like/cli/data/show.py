@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import FAILED, add_json_flag, positive_int, run_checked
+from torchtitan_like.util.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from torchtitan_like.data.step_samples import StepSample
@@ -64,7 +65,7 @@ def _show(arguments: argparse.Namespace) -> int:
             f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
             f"manifest.json that has a data position: {suggest_step(checkpoint)}"
         )
-    config = load_stored_config(checkpoint / "config.toml", arguments.settings)
+    config = load_stored_config(checkpoint / CONFIG, arguments.settings)
     tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
     content = read_step(
         config.training,

@@ -1,1 +1,1 @@
-"""`titan run`: list, watch, compare, replay, save and stop runs."""
+"""`titan run`: list, watch, report, compare, replay, save and stop runs."""

@@ -15,9 +15,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
     parser.epilog = (
         "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
-        "Prints the exit code of the job: that in exit.json, or else 1. Returns 0 if the job is\n"
+        "Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is\n"
         "over, 75 if it should be queued again, 78 for wrong input, and 74 for an unreadable file.\n"
-        "Variables: REQUEUE, MAX_IN_VAIN, SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
+        "Variables: REQUEUE, MAX_STALLED_STARTS, SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -1,4 +1,4 @@
-"""`titan slurm watchdog`: check once whether a job lives, a log grows and disk is left."""
+"""`titan slurm watchdog`: check once that a job runs, a log grows and a disk has space."""
 
 from __future__ import annotations
 

@@ -293,14 +293,14 @@ class TrainBatches:
         gather: Callable[[Any], list[Any]],
         validation: Mapping[str, ValidationBatches],
     ) -> None:
-        """Raise DataMismatch on all ranks unless they read the same texts. A collective.
+        """Raise DataMismatch on all ranks unless they read the same datasets. A collective.
 
-        Nodes may have their own copies of a text.
+        Nodes may have their own copies of a dataset.
         """
-        texts = {
+        validation_identities = {
             f"validation {name}".strip(): batches.identity for name, batches in validation.items()
         }
-        fingerprint = {**self.fingerprint, **texts}
+        fingerprint = {**self.fingerprint, **validation_identities}
         content = json.dumps(fingerprint, sort_keys=True).encode()
         # Compare hashes first: the fingerprints of thousands of ranks take hundreds of megabytes.
         if len(set(gather(xxhash.xxh3_128_hexdigest(content)))) == 1:
@@ -309,7 +309,7 @@ class TrainBatches:
         for rank, other in enumerate(others, start=1):
             for key in _differing_keys(first, other):
                 raise DataMismatch(
-                    f"ranks read different texts: {key} is {first.get(key)!r} on rank 0, "
+                    f"ranks read different datasets: {key} is {first.get(key)!r} on rank 0, "
                     f"{other.get(key)!r} on rank {rank}. Expected equal files: copy them to every "
                     "node"
                 )

@@ -1,6 +1,6 @@
 """Validation batches: the same samples in every evaluation and on every layout.
 
-Batch b has the samples [b * local_batch_size, (b + 1) * local_batch_size) of the text in file
+Batch b has the samples [b * local_batch_size, (b + 1) * local_batch_size) of the dataset in file
 order. Rank r of n reads the batches r, r + n, r + 2n, ... The samples, and therefore the
 token-weighted mean of their loss, do not depend on n.
 """
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 class ValidationBatches:
     """The validation batches of one rank; any number of iterations is possible.
 
-    num_batches: number of batches that all ranks read; -1 for all batches of the text.
-    identity: name -> value, identifies the text.
+    num_batches: number of batches that all ranks read; -1 for all batches of the dataset. identity:
+        name -> value, identifies the dataset.
 
     Every rank has the same number of batches (``len``), as `Batch` with num_micro = 1. All labels
     of rows after the last sample are ignored.

@@ -46,9 +46,8 @@ from torchtitan_like.data.tokens.checked_file import (
     RawFile,
     table_path,
 )
-from torchtitan_like.data.tokens.encoding import PROGRESS_SECONDS
 from torchtitan_like.data.tokens.token_cache import find_or_build
-from torchtitan_like.data.tokens.token_file import TokenFile, written_with_hashes
+from torchtitan_like.data.tokens.token_file import PROGRESS_SECONDS, TokenFile, written_with_hashes
 
 logger = logging.getLogger()
 

@@ -3,11 +3,11 @@
 The mapping is a closed formula: it can start at any position without reading the positions before
 it. The stream is a sequence of *segments* with constant mixture weights. A segment repeats one
 pattern of ``PATTERN`` positions, in which the weights are rounded to multiples of 1/PATTERN. At
-every position of a segment, the number of samples read from a source differs from its rounded share
+every position of a segment, the number of samples read from a source differs from its rounded weight
 by less than one sample (`_schedule`).
 
 A segment ends where the configured weights change, or after the last sample of a source that was
-read ``max_epochs`` times. The other sources then divide its share. The stream ends when no source
+read ``max_epochs`` times. The other sources then divide its weight. The stream ends when no source
 with a weight remains.
 
 Each source has its own sample order (`order.shuffled`) in each epoch. The order's seed depends on
@@ -16,6 +16,7 @@ the source's name, so that it does not depend on the other sources.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -45,7 +46,7 @@ class Supply:
     key: name; "" for the only source of a run without a table.
     num_samples: samples per epoch; UNKNOWN_SIZE for a streamed source.
     labels_per_sample: mean number of labels in a sample.
-    weight: share of the tokens, relative to the other weights.
+    weight: fraction of the tokens, relative to the other weights.
     max_epochs: 0 is no limit.
     """
 
@@ -103,13 +104,13 @@ class SampleOrder:
         self.starts = np.cumsum([0, *self._sizes])
         self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
-        self.start_at(Origin(0, {}))
+        self.origin = Origin(0, {})
+        self._segments, self.end = self._plan()
 
     def start_at(self, origin: Origin) -> None:
         """Start the pattern at ``origin``. Positions before it become invalid."""
         self.origin = origin
         self._segments, self.end = self._plan()
-        self._segment_starts = np.array([segment.start for segment in self._segments], np.int64)
 
     def with_origin(self, origin: Origin) -> SampleOrder:
         """Return a copy with another origin."""
@@ -140,7 +141,8 @@ class SampleOrder:
         """
         source = np.full(positions.shape, -1, np.int64)
         count = np.zeros(positions.shape, np.int64)
-        number = np.searchsorted(self._segment_starts, positions, side="right") - 1
+        starts = np.array([segment.start for segment in self._segments], np.int64)
+        number = np.searchsorted(starts, positions, side="right") - 1
         if self.end is not None:
             number[positions >= self.end] = -1
         for index in np.unique(number[number >= 0]):
@@ -165,12 +167,12 @@ class SampleOrder:
         return {supply.key: int(count) for supply, count in zip(self.supplies, counts, strict=True)}
 
     def segments(self) -> list[tuple[int, dict[str, float]]]:
-        """Return the first position and the shares of the samples (by key) of each segment."""
+        """Return the first position and the fractions of the samples (by key) of each segment."""
         segments = []
         for segment in self._segments:
             counts = zip(self.supplies, segment.per_pattern.tolist(), strict=True)
-            shares = {supply.key: count / PATTERN for supply, count in counts if count}
-            segments.append((segment.start, shares))
+            fractions = {supply.key: count / PATTERN for supply, count in counts if count}
+            segments.append((segment.start, fractions))
         return segments
 
     def _origin_counts(self) -> Indices:
@@ -189,19 +191,19 @@ class SampleOrder:
                 later.append((change_position, new_weights))
         segments: list[_Segment] = []
         while True:
-            shares = []
+            fractions = []
             for supply, count, limit in zip(self.supplies, counts.tolist(), limits, strict=True):
                 is_used_up = limit is not None and count >= limit
-                share = 0.0 if is_used_up else weights[supply.key] / supply.labels_per_sample
-                shares.append(share)
-            if not any(shares):
+                fraction = 0.0 if is_used_up else weights[supply.key] / supply.labels_per_sample
+                fractions.append(fraction)
+            if not any(fractions):
                 return segments, position
-            segment = _segment(position, counts, shares, self.supplies)
+            segment = _segment(position, counts, fractions, self.supplies)
             segments.append(segment)
             stops = [
                 _end_of(segment, index, limit - int(counts[index]))
                 for index, limit in enumerate(limits)
-                if limit is not None and shares[index]
+                if limit is not None and fractions[index]
             ]
             stops += [change_position for change_position, _ in later[:1]]
             if not stops:
@@ -212,8 +214,8 @@ class SampleOrder:
                 weights |= later.pop(0)[1]
 
     def _segment_at(self, position: int) -> _Segment:
-        index = np.searchsorted(self._segment_starts, position, side="right") - 1
-        return self._segments[int(index)]
+        index = bisect_right(self._segments, position, key=lambda segment: segment.start) - 1
+        return self._segments[index]
 
     @staticmethod
     def _counts(segment: _Segment, position: int) -> Indices:
@@ -228,9 +230,9 @@ def seed_of(key: str, seed: int) -> int:
 
 
 def _segment(
-    start: int, counts: Indices, shares: Sequence[float], supplies: Sequence[Supply]
+    start: int, counts: Indices, fractions: Sequence[float], supplies: Sequence[Supply]
 ) -> _Segment:
-    per_pattern = _apportion(shares, supplies)
+    per_pattern = _apportion(fractions, supplies)
     source = _schedule(per_pattern)
     order = np.argsort(source, kind="stable")  # positions of source 0, positions of source 1, ...
     rank = np.empty_like(source)
@@ -275,13 +277,13 @@ def _schedule(counts: Indices) -> Indices:
     return schedule
 
 
-def _apportion(shares: Sequence[float], supplies: Sequence[Supply]) -> Indices:
-    """Divide PATTERN positions by ``shares`` (largest remainder method)."""
-    exact = np.array(shares) / sum(shares) * PATTERN
+def _apportion(fractions: Sequence[float], supplies: Sequence[Supply]) -> Indices:
+    """Divide PATTERN positions by ``fractions`` (largest remainder method)."""
+    exact = np.array(fractions) / sum(fractions) * PATTERN
     counts: Indices = np.floor(exact).astype(np.int64)
     counts[np.argsort(counts - exact, kind="stable")[: PATTERN - counts.sum()]] += 1
-    for supply, share, count in zip(supplies, shares, counts.tolist(), strict=True):
-        if share and not count:
+    for supply, fraction, count in zip(supplies, fractions, counts.tolist(), strict=True):
+        if fraction and not count:
             raise DataError(
                 f"the weight {supply.weight:g} of source {supply.key!r} gives less than one sample "
                 f"in {PATTERN:,}. Expected a larger weight, or 0: change it"

@@ -4,7 +4,7 @@ A closed formula can start at any position without reading the positions before 
 
 - Adjacent samples on disk form blocks of ``BLOCK_SAMPLES``. The blocks are permuted over the epoch.
 - Then the samples of each window of ``WINDOW_BLOCKS`` consecutive permuted blocks are permuted. A
-  reader therefore touches only one window of the file, which fits into the page cache. A text of
+  reader therefore touches only one window of the file, which fits into the page cache. A dataset of
   less than one window is permuted as a whole.
 - The blocks start at a different sample in every epoch. The block boundaries, and the incomplete
   block at the end, therefore differ between epochs.

@@ -46,7 +46,7 @@ class PackedSamples:
         self.dtype = file.tokens.dtype
         num_labels = file.meta.num_tokens - 1
         self.num_samples = -(-num_labels // seq_len)
-        # The first token of the text is never a label.
+        # The first token of the dataset is never a label.
         self.num_labels = num_labels - (file.meta.num_documents - 1 if mask_document_starts else 0)
         self._num_full = num_labels // seq_len
 
@@ -59,7 +59,7 @@ class PackedSamples:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Values that identify the text, by name."""
+        """Values that identify the dataset, by name."""
         meta = self.file.meta
         return {
             "text": f"{meta.text_digest:016x}",
@@ -121,7 +121,7 @@ class PackedSamples:
 
         The result is the row and the distance from ``first`` of each start.
         """
-        # The last offset is the end of the text and starts no document.
+        # The last offset is the end of the dataset and starts no document.
         offsets, num_documents = self.file.offsets, self.file.meta.num_documents
         low = np.minimum(offsets.searchsorted(first.astype(np.uint64)), num_documents)
         high = np.minimum(

@@ -1,8 +1,8 @@
-"""Streamed sources: tokenize text that is too large for the token cache shortly before it is read.
+"""Streamed sources: tokenize a source that is too large for the token cache while it is read.
 
-The text is a sequence of *blocks*: a few MiB of lines, a row group, or a file. The blocks are
+The source is a sequence of *blocks*: a few MiB of lines, a row group, or a file. The blocks are
 permuted in each epoch. Consecutive blocks with about `WINDOW_BYTES` of text form a *window*. A
-window is a token file, like that of a small corpus: its documents are permuted, packed into
+window is a token file, as for a small corpus: its documents are permuted, packed into
 samples, and the samples are permuted. The last sample of a window may be padded.
 
 For text on the Hub, files are permuted instead of blocks. A file is downloaded when the first
@@ -11,9 +11,9 @@ window with its text is made.
 The content of a window depends only on its number. The state of a stream is therefore a cursor: a
 window, and the number of samples before it. It is equal on every rank of every layout.
 
-The first process that needs a window makes it under a lock, in the folder of the token cache, for
-all processes that share this folder. Threads of these processes make the next windows ahead, each a
-different one. Windows before the reader are deleted. A missing window is made again.
+The first process that needs a window makes it, under a lock, in the folder of the token cache. All
+processes that share this folder read it. Threads of these processes make the next windows ahead,
+each a different one. Windows before the reader are deleted. A missing window is made again.
 """
 
 from __future__ import annotations
@@ -128,7 +128,10 @@ class StreamedSamples(JoinedSamples):
         self._makes_windows_ahead = makes_windows_ahead
         self._thread: threading.Thread | None = None
         self._thread_window = -1  # the first window that the thread makes
-        self.go_to(0, 0)
+        self._first = 0  # the window to continue with
+        self._starts = [0]  # number of samples before each opened window
+        self._num_deleted = 0
+        self._open: dict[int, PackedSamples | None] = {}
 
     def __str__(self) -> str:
         return f"({self.corpus.folder}): streamed, {', '.join(self.identity.values())}"
@@ -138,7 +141,7 @@ class StreamedSamples(JoinedSamples):
         self._first = window
         self._starts = [start]
         self._num_deleted = 0
-        self._open: dict[int, PackedSamples | None] = {}
+        self._open = {}
 
     def cursor(self, count: int) -> tuple[int, int]:
         """Return the arguments of `go_to` that continue after ``count`` samples."""

@@ -1,7 +1,7 @@
 """Download datasets of the Hugging Face Hub: hf://datasets/OWNER/NAME@REVISION/PATTERN.
 
 PATTERN selects files, such as `en/*.parquet`. REVISION is required, a tag or preferably a commit: a
-resumed run must read the text with which it started.
+resumed run must read the data with which it started.
 
 - `local_path` downloads all files into the Hub's cache (HF_HOME). One process downloads, and the
   others wait. A marker file then records that the download is complete, so that later starts need

@@ -1,7 +1,8 @@
 """One interface for Hugging Face tokenizers (``tokenizer.json``) and tiktoken files (``.model``).
 
 Text never becomes special tokens: the characters of a special token in a document are encoded as
-ordinary tokens. The caller adds BOS and EOS.
+ordinary tokens. The caller adds BOS and EOS. Only `encode_with_specials` is for text that contains
+special tokens, such as a rendered chat template.
 
 ``bos_token`` and ``eos_token`` of ``tokenizer_config.json`` or ``special_tokens_map.json``, next to
 the vocabulary, define BOS and EOS; ``null`` means none. Without these entries, common names are
@@ -128,8 +129,19 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0].tolist()
 
     @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``. Special tokens appear by name, invalid UTF-8 as U+FFFD."""
+    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
+        """As `encode`, but the names of special tokens in ``text`` become these tokens.
+
+        adds_specials: also add the tokens that the post-processor of tokenizer.json adds to a
+            text, such as BOS. For a tiktoken file it is BOS.
+        """
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
+        """Return the text of ``ids``, with invalid UTF-8 as U+FFFD.
+
+        with_specials: special tokens appear by name; else they are skipped.
+        """
 
     def num_bytes(self) -> list[int]:
         """Return the UTF-8 bytes of each token (vocab_size,); 0 for special tokens.
@@ -271,8 +283,15 @@ class _HuggingFaceTokenizer(Tokenizer):
         encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encoded]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=False))
+    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
+        self._inner.encode_special_tokens = False
+        try:
+            return list(self._inner.encode(text, add_special_tokens=adds_specials).ids)
+        finally:
+            self._inner.encode_special_tokens = True
+
+    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=not with_specials))
 
     def num_bytes(self) -> list[int]:
         counts = super().num_bytes()
@@ -295,6 +314,7 @@ class _TiktokenTokenizer(Tokenizer):
         self._inner = tiktoken.Encoding(
             name=file.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
         )
+        self._special_ids = {*specials.values()}
         self.vocab_size = max(*ranks.values(), *specials.values()) + 1
         self.bos_id, self.eos_id = _bos_and_eos(folder, specials)
         self.split_pattern = BEFORE_SPACES
@@ -311,8 +331,13 @@ class _TiktokenTokenizer(Tokenizer):
             ids.frombytes(self._inner.encode_to_numpy(piece, disallowed_special=()).tobytes())
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._inner.decode(list(ids))
+    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
+        ids = self._inner.encode(text, allowed_special="all")
+        return [self.bos_id, *ids] if adds_specials and self.bos_id is not None else ids
+
+    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
+        kept = [i for i in ids if with_specials or i not in self._special_ids]
+        return self._inner.decode(kept)
 
     def num_bytes(self) -> list[int]:
         counts = super().num_bytes()
@@ -450,11 +475,11 @@ def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[s
                 f"{config} has a malformed added_tokens_decoder. Expected "
                 f'{{"<id>": {{"content": "<text>"}}}}: download it again'
             ) from error
-        taken = sorted(set(specials.values()) & set(ranks.values()))
-        if taken:
+        duplicate_ids = sorted(set(specials.values()) & set(ranks.values()))
+        if duplicate_ids:
             raise TokenizerError(
-                f"{config} gives the id {taken[0]} to a special token, {file.name} to an ordinary "
-                "one. Expected different ids: download both files again"
+                f"{config} gives the id {duplicate_ids[0]} to a special token, {file.name} to an "
+                "ordinary one. Expected different ids: download both files again"
             )
         return specials
     num_ranks = max(ranks.values()) + 1

@@ -1,4 +1,4 @@
-"""How published tokenizers split text into words: "pre_tokenizer" of their tokenizer.json.
+"""Patterns by which published tokenizers split text into words (`pre_tokenizer` in tokenizer.json).
 
 A module of its own, because checking a config reads a tokenizer and must not import numpy.
 """

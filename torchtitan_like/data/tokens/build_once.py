@@ -44,8 +44,10 @@ def read_once(
     it too, because a node may have its own copy. All ranks raise the error of any rank.
     """
     own_path = os.path.abspath(path)
-    first_path, result = group.leader_does(lambda: (own_path, read()))
-    return group.all_do(lambda: result if first_path == own_path and is_local(result) else read())
+    first_path, result = group.run_on_leader(lambda: (own_path, read()))
+    return group.run_on_all(
+        lambda: result if first_path == own_path and is_local(result) else read()
+    )
 
 
 def build_once(
@@ -67,7 +69,7 @@ def build_once(
 
     Raises the error of the first failed rank on all ranks.
     """
-    entry = group.all_do(find)
+    entry = group.run_on_all(find)
     (num_missing,) = group.sum_async([entry is None]).wait()
     if not num_missing:
         assert entry is not None
@@ -91,7 +93,7 @@ def _is_builder(
     Rank 0 leaves an empty file in its folder: ranks that see it share the file system. The others
     share one with the ranks of their host.
     """
-    probe = group.leader_does(lambda: _leave_probe(folder()) if is_missing else None)
+    probe = group.run_on_leader(lambda: _leave_probe(folder()) if is_missing else None)
     is_shared = probe is not None and _is_visible(probe)
     group.barrier()  # every rank has looked
     if probe is not None and group.rank == 0:
@@ -137,7 +139,7 @@ def _wait_until_visible(group: HostGroup, find: Callable[[], T | None], descript
             time.sleep(POLL_SECONDS)
         return entry
 
-    entry = group.all_do(wait_for_entry)
+    entry = group.run_on_all(wait_for_entry)
     missing = group.gather_objects(None if entry is not None else socket.gethostname())
     hosts = sorted({host for host in missing if host is not None})
     if entry is None or hosts:

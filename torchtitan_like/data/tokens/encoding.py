@@ -22,11 +22,10 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.documents import Corpus, Piece, read_piece
 from torchtitan_like.data.text.formats import BadRecord, Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.tokens.token_file import EncodedPiece, token_type
+from torchtitan_like.data.tokens.token_file import PROGRESS_SECONDS, EncodedPiece, token_type
 
 # Starting worker processes takes seconds: a corpus of fewer pieces is tokenized without them.
 MIN_PIECES_FOR_WORKERS = 4
-PROGRESS_SECONDS = 10.0
 POLL_SECONDS = 1.0  # between reports while the workers are busy
 GROUP_CHARACTERS = 1 << 18  # tokenized in one call
 

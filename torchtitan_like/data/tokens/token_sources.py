@@ -113,7 +113,7 @@ def open_token_source(
     )
     parts = _with_recorded_hashes(metadata, dump_folder, group, is_recorder)
     stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
-    offsets = group.all_do(lambda: _offsets(stream, metadata, cache_folder, dump_folder))
+    offsets = group.run_on_all(lambda: _offsets(stream, metadata, cache_folder, dump_folder))
     if metadata.eos_id is not None and len(offsets) - 1 <= len(metadata.parts):
         logger.warning(
             f"no document in {metadata.folder} ends with the EOS {metadata.eos_id} of "
@@ -132,8 +132,8 @@ def _with_recorded_hashes(
     unhashed = [part for part in metadata.parts if part.tokens.file.hashes is None]
     files = [part.tokens.file.file for part in unhashed]
     digests = RunDigests(dump_folder, files, metadata.digest, is_recorder=is_recorder)
-    group.leader_does(digests.merge)
-    group.all_do(digests.open)
+    group.run_on_leader(digests.merge)
+    group.run_on_all(digests.open)
     checked = dict(zip(map(id, unhashed), digests.files(), strict=True))
     return [
         replace(part, tokens=part.tokens.with_file(checked[id(part)]))

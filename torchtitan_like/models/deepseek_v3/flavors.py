@@ -1,4 +1,4 @@
-"""Sizes, initial weights, and cost of DeepSeek-V3 models (arXiv:2412.19437) and of those of its kind."""
+"""Sizes, initial weights, and cost of DeepSeek-V3 (arXiv:2412.19437) and similar models."""
 
 from __future__ import annotations
 
@@ -26,27 +26,30 @@ class DeepSeekArgs:
 
     inter_dim: width of the feed-forward network of the first n_dense_layers blocks.
     moe_inter_dim: width of each expert in the other blocks.
-    num_shared_experts: experts that compute every token, as one network of their total width.
-    top_k: experts of num_experts that compute each token.
+    num_shared_experts: experts that process every token, computed as one network of their total
+        width.
+    top_k: number of the num_experts experts that process each token.
     score_func: scores of the experts: "sigmoid" of each logit (DeepSeek-V3) or "softmax" over all
         experts (DeepSeek-V2).
-    route_norm: divide a token's weights of its experts by their sum.
-    route_scale: factor of these weights.
+    route_norm: divide the weights of a token's experts by their sum.
+    route_scale: multiply these weights by this factor.
     num_expert_groups, num_limited_groups: the experts form groups; a token chooses among the
         experts of its best num_limited_groups groups.
     load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
-    sequence_loss_coeff: with load_balance = "bias", weight of the loss over each sequence, too.
+    sequence_loss_coeff: with load_balance = "bias", weight of an additional loss over each
+        sequence.
     q_lora_rank: width of the latent of the queries; 0: no latent.
     kv_lora_rank: width of the latent of keys and values.
-    qk_nope_head_dim, qk_rope_head_dim: parts of a query or key head without and with position.
+    qk_nope_head_dim, qk_rope_head_dim: widths of the unrotated and the rotated part of a query or
+        key head.
     max_seq_len: rows of the rotary tables, in tokens.
     rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
         any training.seq_len; 1 switches YaRN off.
-    beta_fast, beta_slow: rotations within original_seq_len of the frequencies that YaRN keeps (more
-        than beta_fast) or divides by rope_factor (less than beta_slow).
+    beta_fast, beta_slow: YaRN keeps frequencies with more than beta_fast rotations within
+        original_seq_len, and divides those with fewer than beta_slow rotations by rope_factor.
     mscale: attention scores are multiplied by (0.1 mscale ln(rope_factor) + 1)^2.
-    num_mtp_layers: blocks for multi-token prediction (section 2.2), each of which predicts one more
-        token in training; evaluation and generation ignore them.
+    num_mtp_layers: blocks for multi-token prediction (section 2.2). In training, each block
+        predicts one more token. Evaluation and generation ignore them.
     mtp_loss_weight: weight of their mean loss. DeepSeek-V3 was trained with 0.3, later 0.1.
     attn_type: kernel of attention that ends at document borders ("sdpa", "flex", "varlen").
     attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
@@ -187,7 +190,7 @@ def num_params(args: DeepSeekArgs) -> int:
 
 
 def num_active_params(args: DeepSeekArgs) -> int:
-    """Return the number of parameters that compute a token: all but the other experts'."""
+    """Return the number of parameters that process a token: without unselected experts."""
     return _count_params(args, args.top_k)
 
 
@@ -213,9 +216,9 @@ def _count_params(args: DeepSeekArgs, num_experts: int) -> int:
 def flops_per_token(args: DeepSeekArgs, seq_len: int) -> int:
     """Return 6 (P - P_embedding) + 6 L H (qk_dim + v_dim) seq: forward and backward.
 
-    PaLM, arXiv:2204.02311, appendix B. P counts the experts that compute a token. The embedding
-    lookup costs nothing; the output's matrix product counts, tied or not, and once more for each
-    layer of multi-token prediction. Attention counts in full, including its masked half.
+    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
+    embedding lookup costs nothing; the output's matrix product counts, tied or not, and once more
+    for each layer of multi-token prediction. Attention counts in full, including its masked half.
     """
     weights = num_active_params(args)
     if not args.enable_weight_tying:

@@ -39,7 +39,7 @@ _NAMES: tuple[tuple[str, str], ...] = (
 
 # DeepSeek-V2, which has softmax scores, has no bias.
 _BIAS = (("layers.{}.moe.expert_bias", _MLP + "gate.e_score_correction_bias"),)
-# In addition, a layer for multi-token prediction has the names of a block.
+# A layer for multi-token prediction also has the names of a block.
 _LAYER = "model.layers.{}."
 _MTP = (
     ("layers.{}.enorm.weight", _LAYER + "enorm.weight"),
@@ -65,10 +65,11 @@ def _names(args: DeepSeekArgs) -> tuple[tuple[str, str], ...]:
 
 
 def hf_unread(args: DeepSeekArgs) -> tuple[str, ...]:
-    """Return patterns for the layers for multi-token prediction (arXiv:2412.19437, section 2.2).
+    """Return patterns of stored tensors that the model does not load.
 
-    They are names of their copies of embedding and head. Without such layers, it is the pattern of
-    the whole layer of the published 671B model.
+    With multi-token prediction (arXiv:2412.19437, section 2.2), these are the copies of the
+    embedding and the head. Without it, they are all tensors of layer 61 of the published 671B
+    model.
     """
     if args.num_mtp_layers:
         return tuple(copy for _, copy in hf_copies(args))
@@ -76,7 +77,7 @@ def hf_unread(args: DeepSeekArgs) -> tuple[str, ...]:
 
 
 def hf_copies(args: DeepSeekArgs) -> Table:
-    """Return the embedding and head that published layers for multi-token prediction repeat."""
+    """Return the copies of embedding and head that published MTP layers store."""
     head = "model.embed_tokens.weight" if args.enable_weight_tying else "lm_head.weight"
     return tuple(
         (name, f"model.layers.{layer}.{copy}.weight")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3: latent attention and experts behind a few dense layers (arXiv:2412.19437, section 2.1)."""
+"""DeepSeek-V3: latent attention, dense and MoE layers (arXiv:2412.19437, section 2.1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ class Transformer(MTPDecoder):
             yarn = Yarn(args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow)
             scale = yarn.attention_scale(args.mscale)
         rotary = RotaryEmbedding(
-            args.qk_rope_head_dim, args.max_seq_len, args.rope_theta, yarn=yarn, pairs="neighbors"
+            args.qk_rope_head_dim,
+            args.max_seq_len,
+            args.rope_theta,
+            scaling=yarn,
+            pairs="neighbors",
         )
         core = attention_kernel(args.attn_type).core
 

@@ -28,6 +28,11 @@ SHARDING = decoder_sharding(
 
 def constraints(args: DeepSeekArgs) -> dict[str, int]:
     """See `ModelSpec.constraints`."""
-    num_layers = args.n_layers + args.num_mtp_layers
-    num_experts = args.num_experts if args.n_dense_layers < num_layers else 0
-    return decoder_constraints(args, args.n_heads) | {"n_experts": num_experts}
+    sizes = decoder_constraints(args, args.n_heads)
+    if args.n_dense_layers:
+        sizes["ffn_dim"] = args.inter_dim
+    if args.n_dense_layers < args.n_layers + args.num_mtp_layers:
+        sizes["n_experts"] = args.num_experts
+        sizes["expert_hidden_dim"] = args.moe_inter_dim
+        sizes["shared_experts_dim"] = args.num_shared_experts * args.moe_inter_dim
+    return sizes

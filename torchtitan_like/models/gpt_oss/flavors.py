@@ -25,15 +25,15 @@ class GptOssArgs:
     """Sizes of a gpt-oss model; each can be set in `[model.args]`.
 
     sliding_window_size: in layers 0, 2, 4, ... a token attends to this many tokens, itself included.
-    num_experts, top_k: experts in each block, and those that compute each token.
+    num_experts, top_k: number of experts in each block, and number that process each token.
     moe_inter_dim: width of each expert.
     swiglu_limit: experts clamp their hidden units to this size.
     load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
     max_seq_len: rows of the rotary tables, in tokens.
     rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
         any training.seq_len; 1 switches YaRN off.
-    beta_fast, beta_slow: rotations within original_seq_len of the frequencies that YaRN keeps (more
-        than beta_fast) or divides by rope_factor (less than beta_slow).
+    beta_fast, beta_slow: YaRN keeps frequencies with more than beta_fast rotations within
+        original_seq_len, and divides those with fewer than beta_slow rotations by rope_factor.
     attn_type: kernel of attention ("sdpa", "flex"). On CPU, "sdpa" replaces "flex".
     attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
         to the earlier tokens of its document.
@@ -111,7 +111,7 @@ def num_params(args: GptOssArgs) -> int:
 
 
 def num_active_params(args: GptOssArgs) -> int:
-    """Return the number of parameters that compute a token: all but the other experts'."""
+    """Return the number of parameters that process a token: without unselected experts."""
     return _count_params(args, args.top_k)
 
 
@@ -128,9 +128,10 @@ def _count_params(args: GptOssArgs, num_experts: int) -> int:
 def flops_per_token(args: GptOssArgs, seq_len: int) -> int:
     """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
 
-    PaLM, arXiv:2204.02311, appendix B. P counts the experts that compute a token. The embedding
-    lookup costs nothing; the output's matrix product counts, tied or not. Attention counts in full,
-    including its masked half, but at most a window of keys in the layers that have one.
+    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
+    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
+    counts in full, including its masked half, but at most a window of keys in the layers that have
+    one.
     """
     weights = num_active_params(args)
     if not args.enable_weight_tying:

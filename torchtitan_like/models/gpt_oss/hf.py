@@ -1,7 +1,7 @@
 """Names and sizes of gpt-oss in the formats of Hugging Face and TorchTitan.
 
-Both keep the rows of queries and keys in the same order (rotary halves), and store w1 and w3 of the
-experts as one tensor in which their hidden units alternate.
+Both keep the rows of queries and keys in the same order (rotary halves). Both store w1 and w3 of
+the experts as one tensor, in which their hidden units alternate.
 """
 
 from __future__ import annotations

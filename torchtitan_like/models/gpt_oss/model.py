@@ -46,7 +46,9 @@ def _build_rotary(args: GptOssArgs) -> RotaryEmbedding:
         args.rope_factor, args.original_seq_len, args.beta_fast, args.beta_slow, is_rounded=False
     )
     scale = yarn.table_scale(1.0)
-    return RotaryEmbedding(args.head_dim, args.max_seq_len, args.rope_theta, yarn=yarn, scale=scale)
+    return RotaryEmbedding(
+        args.head_dim, args.max_seq_len, args.rope_theta, scaling=yarn, scale=scale
+    )
 
 
 def _build_moe(args: GptOssArgs) -> MoE:

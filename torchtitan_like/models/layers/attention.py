@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchtitan_like.models.layers.kernels import Core, causal_attention
+from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate
 
 
@@ -17,7 +18,7 @@ class Attention(nn.Module):
     the shape of q. `mask` is the output of the model's `attention_mask` seam; None makes attention
     plainly causal.
 
-    has_bias: add a bias to queries, keys, values, and the output.
+    qkv_bias, output_bias: add a bias to queries, keys, and values; to the output.
     """
 
     core: Core
@@ -31,14 +32,15 @@ class Attention(nn.Module):
         rotary: RotaryEmbedding,
         core: Core = causal_attention,
         *,
-        has_bias: bool = False,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=has_bias)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=has_bias)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=has_bias)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=has_bias)
+        self.wq = nn.Linear(dim, n_heads * head_dim, bias=qkv_bias)
+        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
+        self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
         self.rotary = rotary
         self.core = core
 
@@ -54,7 +56,7 @@ class Attention(nn.Module):
     def add_positions(
         self, q: Tensor, k: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return queries and keys that depend on their positions, such as rotated ones."""
+        """Return queries and keys with position information, here by rotation."""
         cos, sin = self.rotary.tables(q.shape[1], positions)
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
@@ -65,3 +67,41 @@ class Attention(nn.Module):
         y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
         return out
+
+
+class NormedAttention(Attention):
+    """Attention that normalizes each head's queries and keys before it rotates them (arXiv:2302.05442).
+
+    norm_eps: epsilon of the norms. Other arguments: see `Attention`.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        rotary: RotaryEmbedding,
+        core: Core,
+        norm_eps: float,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+    ) -> None:
+        super().__init__(
+            dim,
+            n_heads,
+            n_kv_heads,
+            head_dim,
+            rotary,
+            core,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+        )
+        self.q_norm = RMSNorm(head_dim, norm_eps)
+        self.k_norm = RMSNorm(head_dim, norm_eps)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return normed queries, normed keys, and values (batch, seq, heads, head_dim)."""
+        q, k, v = super().project(x)
+        return self.q_norm(q), self.k_norm(k), v

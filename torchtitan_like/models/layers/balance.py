@@ -1,6 +1,6 @@
 """Count the tokens of each expert, and keep the counts even.
 
-All of it runs in backward. So an evaluation counts nothing, and a recomputed forward counts once,
+All of this runs in backward. So evaluation counts nothing, and recomputed activations count once,
 with and without torch.compile.
 """
 
@@ -37,7 +37,7 @@ WHOLE_SEQUENCE = WholeSequence()
 
 
 def count_in_backward(x: Tensor, expert_ids: Tensor, counts: Tensor) -> Tensor:
-    """Return `x`. Its backward adds the number of each id to `counts`, int64 (experts,), in place."""
+    """Return `x`. Its backward counts the ids and adds the result to `counts`, int64 (experts,)."""
     return cast(Tensor, _CountInBackward.apply(x, expert_ids, counts))
 
 
@@ -57,7 +57,7 @@ class _CountInBackward(torch.autograd.Function):
 
 
 def sample_fractions(logits: Tensor, top_k: int, sequence: Sequence) -> Tensor:
-    """Return each sample's share of choices by expert, times the number of experts: 1 if even.
+    """Return each sample's fraction of choices by expert, times the number of experts: 1 if even.
 
     logits: (batch, seq, experts). The choices are the `top_k` largest scores, without a bias.
     Returns (batch, 1, experts).
@@ -87,7 +87,7 @@ def add_router_losses(
 ) -> Tensor:
     """Return `logits` (batch, seq, experts). Its backward adds the gradients of the router's losses.
 
-    With p the scores of a token divided by their sum, and f the `fractions`, the losses are the
+    Let p be the scores of a token divided by their sum, and f the `fractions`. The losses are the
     means over all tokens of `coeff` f.p and of `z_coeff` logsumexp(logits)^2.
 
     fractions: (batch or 1, 1, experts), or None without a balance loss.

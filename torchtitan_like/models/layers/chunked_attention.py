@@ -1,27 +1,19 @@
-"""Attention of Llama 4: rotated layers attend within chunks, the others have no positions.
+"""Attention of Llama 4: rotated layers attend within chunks, the others use no positions.
 
 Hugging Face's `modeling_llama4.py` defines the published models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_like.models.layers.attention import Attention
-from torchtitan_like.models.layers.kernels import Core, Kernel, Mask
+from torchtitan_like.models.layers.kernels import Core
 from torchtitan_like.models.layers.norm import normalize
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate
-
-
-class Masks(NamedTuple):
-    """The masks of layers without and with chunks."""
-
-    full: Any
-    chunked: Any
 
 
 class Temperature(NamedTuple):
@@ -95,37 +87,3 @@ class UnrotatedAttention(Attention):
         if positions is None:
             positions = torch.arange(q.shape[1], device=q.device)
         return (q * self.temperature.factors(positions)[..., None, None]).to(q.dtype), k
-
-
-def chunked_core(kernel: Kernel, chunk: int) -> Core:
-    """Return the core of a layer of a model with chunks; it receives `Masks` or None.
-
-    chunk: number of tokens that attend to each other; 0: all.
-    """
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks | None = None) -> Tensor:
-        num_queries, num_keys = q.shape[2], k.shape[2]
-        mask = None
-        if masks is not None:
-            mask = masks.chunked if chunk else masks.full
-        elif chunk and num_keys > chunk:
-            index = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-            mask = kernel.mask(index[None], q.dtype, num_keys, chunk=chunk)
-        return kernel.core(q, k, v, mask)
-
-    return attend
-
-
-def chunked_masks(mask: Callable[..., Any], chunk: int) -> Mask:
-    """Return the model's mask for documents; it builds the `Masks` of `chunked_core`.
-
-    mask: the mask of the kernel.
-    """
-
-    def build(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Masks:
-        full = mask(positions, dtype, num_keys)
-        if num_keys <= chunk:
-            return Masks(full, full)
-        return Masks(full, mask(positions, dtype, num_keys, chunk=chunk))
-
-    return build

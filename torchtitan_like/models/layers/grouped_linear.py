@@ -1,7 +1,7 @@
 """Linear layers of many experts in one call: each group of rows has its own weight.
 
-`torch.nn.functional.grouped_mm` computes them in one kernel where it accepts the tensors. Otherwise
-one matrix product for each group does.
+`torch.nn.functional.grouped_mm` computes them in one kernel where it accepts the tensors.
+Otherwise, each group has a separate matrix product.
 """
 
 from __future__ import annotations

@@ -21,9 +21,11 @@ class LossWithTokens(NamedTuple):
 
 
 class LossWithMTP(NamedTuple):
-    """The loss of a model with multi-token prediction. own: its loss without it. mtp: 0-dim sum of
-    the token losses of each depth, mean over depths, differentiable. weight: factor of `mtp` in the
-    loss that training minimizes."""
+    """The loss of a model with multi-token prediction.
+
+    own: the loss of the next token. mtp: 0-dim sum of the token losses of each depth, mean over
+    depths, differentiable. weight: factor of `mtp` in the loss that training minimizes.
+    """
 
     own: Tensor | LossWithTokens
     mtp: Tensor
@@ -49,8 +51,8 @@ def cross_entropy_sum(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 class OutputHead(nn.Linear):
     """Map hidden states (batch, seq, dim) to logits (batch, seq, vocab), or to the loss.
 
-    With labels (batch, seq) it returns the sum of token losses. With n more `mtp_labels`, the batch
-    of hidden states is n + 1 times as large, and the result is a list of n + 1 losses.
+    With labels (batch, seq) it returns the sum of token losses. With `mtp_labels` of n depths,
+    `hidden` has n + 1 batches along dimension 0, and the result is a list of n + 1 losses.
 
     `loss` is a seam with the signature of `cross_entropy_sum`: a replacement need not hold all
     logits at a time. It returns the sum, or a `LossWithTokens` if the trainer needs token losses.

@@ -1,8 +1,8 @@
 """Mixture of experts: a router sends each token to its top-k experts, and no token is dropped.
 
 Tokens are gathered into rows, sorted by expert. The experts compute their rows, and a token's
-results are gathered again and added in the order of its scores. Forward and backward gather only.
-So the order of every addition is the same on every layout.
+results are gathered again and added in the order of its scores. Forward and backward only gather
+and never scatter. So the order of every addition is the same on every layout.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Router(nn.Module):
     normalize: divide the weights of a token by their sum.
     scale: factor of the weights.
     num_groups, num_limited_groups: the experts form equal groups, and a token chooses among the
-        experts of the best groups only. A group's score is the sum of its two best experts' scores
-        for "sigmoid" (DeepSeek-V3, arXiv:2412.19437, section 2.1.2), and its best expert's score
-        for "softmax" (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
+        experts of the best groups only. For "sigmoid", a group's score is the sum of its two best
+        experts' scores (DeepSeek-V3, arXiv:2412.19437, section 2.1.2). For "softmax", it is its
+        best expert's score (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
     has_bias: add a bias to the logits.
 
     Scores are computed in fp32 (float64 for a float64 model) whatever the compute dtype is: rounded
@@ -105,7 +105,7 @@ class Router(nn.Module):
     def select(self, logits: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Return the ids of the chosen experts (tokens, top_k), best first."""
         if expert_bias is None and self.num_groups == self.num_limited_groups:
-            return logits.topk(self.top_k, dim=-1).indices  # both score functions rise
+            return logits.topk(self.top_k, dim=-1).indices  # both score functions are monotonic
         scores = logits.softmax(-1) if self.score_func == "softmax" else logits.sigmoid()
         if expert_bias is not None:
             scores = scores + expert_bias
@@ -303,7 +303,7 @@ def describe_experts(model: nn.Module, dtype: torch.dtype) -> list[str]:
 
 
 def choose_in_turn(model: nn.Module) -> None:
-    """Let every token choose experts by its position in the sample, not by its scores, in place.
+    """Make all routers choose experts by the position in the sample, not by scores, in place.
 
     Loads are then even. The scores still weigh the chosen experts.
     """
@@ -313,7 +313,7 @@ def choose_in_turn(model: nn.Module) -> None:
 
 
 class Routes(NamedTuple):
-    """Where each token's rows are. A row is one token on its way to one expert.
+    """The rows of each token. A row is a copy of a token for one expert.
 
     token_of_row: (rows,) index of the token.
     slot_of_row: (rows,) index into the flattened (tokens, top_k) choices.
@@ -398,7 +398,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _WeightedDispatch(torch.autograd.Function):
-    """A weighted gather. Its backward adds each token's gradients as `_Combine` adds rows."""
+    """A weighted gather. Its backward adds each token's gradients in the order of its scores."""
 
     @staticmethod
     def forward(

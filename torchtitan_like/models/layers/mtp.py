@@ -1,7 +1,7 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2).
 
-Behind the model's own blocks, one more block for each depth k predicts the label of k positions
-later. It adds a loss to training. Evaluation and generation do not run it.
+After the model's own blocks, one block for each depth k predicts the label k positions later.
+This adds a loss to training. Evaluation and generation do not run it.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ class MTPBlock(DecoderBlock):
 class MTPDecoder(Decoder):
     """A `Decoder` with blocks for multi-token prediction, which share its embedding and head.
 
-    `layers` has the `num_mtp_layers` blocks too, behind the model's own blocks. Without them, this
-    is a `Decoder`. They need the whole model: a pipeline stage has none.
+    `layers` also contains the `num_mtp_layers` MTP blocks, after the model's own blocks. With 0 MTP
+    blocks, this is a plain `Decoder`. MTP blocks need the whole model, so pipelines do not support
+    them.
 
     build_mtp_block: returns a new `MTPBlock` for a layer's number.
     """
@@ -87,8 +88,8 @@ class MTPDecoder(Decoder):
     ) -> Tensor:
         """As `Decoder.forward`. In training, with labels, return a `LossWithMTP`.
 
-        positions, where given, also limit the loss to labels of a token's own document. Attention
-        uses them only if it ends at document borders.
+        positions, where given, also limit the loss to labels of a token's own document. With
+        labels, attention uses them only if it ends at document borders.
         """
         if self.num_mtp_layers == 0:
             return super().forward(tokens, labels, positions)
@@ -97,10 +98,11 @@ class MTPDecoder(Decoder):
         ids = torch.cat([tokens, *(shift_tokens(tokens, depth) for depth in depths)])
         h, *embeddings = self.tok_embeddings(ids).chunk(1 + len(depths))
         mask = None
-        rotary_positions = None
-        if positions is not None and self.attention_mask is not None:
-            rotary_positions = positions
+        rotary_positions = positions
+        if self.attention_mask is not None and positions is not None:
             mask = self.attention_mask(positions, h.dtype, positions.shape[1])
+        elif labels is not None:
+            rotary_positions = None
         blocks = list(self.layers.values())
         for block in blocks[: -self.num_mtp_layers]:
             h = block(h, rotary_positions, mask)
@@ -128,7 +130,7 @@ def shift_tokens(tokens: Tensor, depth: int) -> Tensor:
 def shift_labels(labels: Tensor, depth: int, positions: Tensor | None) -> Tensor:
     """Return for each position the label `depth` positions later, or -100 if it is ignored.
 
-    Ignored are labels beyond the end of the sample, and labels of tokens in another document.
+    Labels beyond the end of the sample, and labels in another document, are ignored.
 
     labels: int64 (batch, seq). positions: int64 (batch, seq), of each token in its document; None:
         each sample is one document.

@@ -59,5 +59,5 @@ def normalize(x: Tensor, eps: float) -> Tensor:
 
     The computation is in fp32 or wider, rounded once to x's dtype.
     """
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return F.rms_norm(wide, x.shape[-1:], None, eps).to(x.dtype)
+    upcast = x.to(torch.promote_types(x.dtype, torch.float32))
+    return F.rms_norm(upcast, x.shape[-1:], None, eps).to(x.dtype)

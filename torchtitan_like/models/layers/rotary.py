@@ -1,16 +1,64 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), with Llama 3.1's frequency scaling and YaRN."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and its scalings for longer contexts."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from torchtitan_like.models.rope_rules import yarn_scale
+
 # Elements of a head that are rotated together: (i, i + head_dim / 2), or (2i, 2i + 1).
 Pairs = Literal["halves", "neighbors"]
+
+
+class Scaling(Protocol):
+    """Changes rotary frequencies for a longer context."""
+
+    def frequencies(self, inverse: Tensor, theta: float) -> Tensor:
+        """Return radians per position of each pair, (head_dim / 2,) in fp32.
+
+        inverse: inverses of the frequencies to scale, `theta^(2i / head_dim)`.
+        """
+
+
+class Linear(NamedTuple):
+    """Divides all frequencies by `factor` (position interpolation, arXiv:2306.15595)."""
+
+    factor: float
+
+    def frequencies(self, inverse: Tensor, theta: float) -> Tensor:
+        """See `Scaling`."""
+        return 1.0 / inverse / self.factor
+
+
+class Llama3(NamedTuple):
+    """Llama 3.1's rule (arXiv:2407.21783 and its code).
+
+    It multiplies wavelengths (in tokens) above original_max_seq_len / low_freq_factor by `factor`,
+    keeps those below original_max_seq_len / high_freq_factor, and interpolates in between. A factor
+    of 1 changes nothing.
+    """
+
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_seq_len: int = 8192
+
+    def frequencies(self, inverse: Tensor, theta: float) -> Tensor:
+        """See `Scaling`."""
+        frequency = 1.0 / inverse
+        if self.factor == 1.0:
+            return frequency
+        wavelength = 2 * math.pi / frequency
+        kept = (self.original_max_seq_len / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        kept = kept.clamp(0.0, 1.0)
+        return (1 - kept) * frequency / self.factor + kept * frequency
 
 
 class Yarn(NamedTuple):
@@ -35,13 +83,10 @@ class Yarn(NamedTuple):
 
     def table_scale(self, mscale: float) -> float:
         """Return the factor of queries and of keys that multiplies scores by `attention_scale`."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+        return yarn_scale(self.factor, mscale)
 
     def frequencies(self, inverse: Tensor, theta: float) -> Tensor:
-        """Return radians per position of each pair, (head_dim / 2,) in fp32.
-
-        inverse: inverses of the frequencies to scale, `theta^(2i / head_dim)`.
-        """
+        """See `Scaling`."""
         num_pairs = inverse.shape[0]
 
         def pair_with_rotations(rotations: float) -> float:
@@ -68,8 +113,7 @@ class RotaryEmbedding(nn.Module):
     (max_seq_len, 1, head_dim). Attention reads them from this module instead of receiving them as
     arguments, because FSDP casts floating-point arguments to the compute dtype.
 
-    factor: length of the context relative to `original_max_seq_len`; 1 keeps the frequencies.
-    yarn: scales frequencies by YaRN instead of Llama 3.1's rule.
+    scaling: changes the frequencies; None: `theta^(-2i / head_dim)`.
     scale: factor of the rotated heads.
     """
 
@@ -82,11 +126,7 @@ class RotaryEmbedding(nn.Module):
         max_seq_len: int,
         theta: float,
         *,
-        factor: float = 1.0,
-        low_freq_factor: float = 1.0,
-        high_freq_factor: float = 4.0,
-        original_max_seq_len: int = 8192,
-        yarn: Yarn | None = None,
+        scaling: Scaling | None = None,
         pairs: Pairs = "halves",
         scale: float = 1.0,
     ) -> None:
@@ -94,11 +134,7 @@ class RotaryEmbedding(nn.Module):
         self.head_dim = head_dim
         self.max_seq_len = max_seq_len
         self.theta = theta
-        self.factor = factor
-        self.low_freq_factor = low_freq_factor
-        self.high_freq_factor = high_freq_factor
-        self.original_max_seq_len = original_max_seq_len
-        self.yarn = yarn
+        self.scaling = scaling
         self.pairs = pairs
         self.scale = scale
         shape = (max_seq_len, 1, head_dim)
@@ -109,11 +145,30 @@ class RotaryEmbedding(nn.Module):
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the tables on CPU, so that every device has equal ones, and copy them to `device`."""
-        position = torch.arange(self.max_seq_len, dtype=torch.float32, device="cpu")
+        cos, sin = self._compute(self.max_seq_len, self.theta, torch.device("cpu"))
+        self.cos = cos.to(device)
+        self.sin = sin.to(device)
+
+    def frequencies(self) -> Tensor:
+        """Return radians per position of each pair, (head_dim / 2,) in fp32."""
+        return self._frequencies(self.theta, torch.device("cpu"))
+
+    def _frequencies(self, theta: float, device: torch.device) -> Tensor:
+        exponent = (
+            torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=device) / self.head_dim
+        )
+        inverse = torch.pow(theta, exponent).float()
+        return 1.0 / inverse if self.scaling is None else self.scaling.frequencies(inverse, theta)
+
+    def _compute(
+        self, num_positions: int, theta: float, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return cosines and signed sines (num_positions, 1, head_dim) of positions from 0."""
+        position = torch.arange(num_positions, dtype=torch.float32, device=device)
         # Frequencies and angles are rounded to fp32 where other implementations of Llama round
         # them: at position 8192 the last bit of a frequency changes an angle by 5e-4. Powers,
         # cosines, and sines are exact to the last bit.
-        angle = torch.outer(position, self.frequencies()).double()
+        angle = torch.outer(position, self._frequencies(theta, device)).double()
         cos, sin = (angle.cos() * self.scale).float(), (angle.sin() * self.scale).float()
         # The sine has the sign of the other element: (a, b) -> (a cos - b sin, b cos + a sin).
         if self.pairs == "halves":
@@ -121,31 +176,7 @@ class RotaryEmbedding(nn.Module):
         else:
             cos = cos.repeat_interleave(2, dim=-1)
             sin = torch.stack([-sin, sin], dim=-1).flatten(-2)
-        self.cos = cos.unsqueeze(1).to(device)
-        self.sin = sin.unsqueeze(1).to(device)
-
-    def frequencies(self) -> Tensor:
-        """Return radians per position of each pair, (head_dim / 2,) in fp32: `theta^(-2i / head_dim)`.
-
-        Llama 3.1 multiplies wavelengths (in tokens) above original_max_seq_len / low_freq_factor by
-        `factor`, keeps those below original_max_seq_len / high_freq_factor, and interpolates in
-        between (arXiv:2407.21783 and its code).
-        """
-        exponent = (
-            torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
-        )
-        inverse = torch.pow(self.theta, exponent).float()
-        if self.yarn is not None:
-            return self.yarn.frequencies(inverse, self.theta)
-        frequency = 1.0 / inverse
-        if self.factor == 1.0:
-            return frequency
-        wavelength = 2 * math.pi / frequency
-        kept = (self.original_max_seq_len / wavelength - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        kept = kept.clamp(0.0, 1.0)
-        return (1 - kept) * frequency / self.factor + kept * frequency
+        return cos.unsqueeze(1), sin.unsqueeze(1)
 
     def tables(self, seq_len: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return cosines and signed sines (seq, 1, head_dim).
@@ -160,6 +191,49 @@ class RotaryEmbedding(nn.Module):
                 "shorten it or raise max_seq_len in [model.args]"
             )
         return self.cos[:seq_len], self.sin[:seq_len]
+
+
+class DynamicRotaryEmbedding(RotaryEmbedding):
+    """Rotates longer sequences by a larger base, which depends on their length.
+
+    Up to `original_max_seq_len` tokens the base is theta. For a sequence of n tokens it is
+    `theta (factor n / original_max_seq_len - factor + 1)^(head_dim / (head_dim - 2))`: "dynamic"
+    NTK-aware scaling, as transformers computes it for a whole sequence (arXiv:2309.00071, B.2).
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        max_seq_len: int,
+        theta: float,
+        *,
+        factor: float,
+        original_max_seq_len: int,
+    ) -> None:
+        super().__init__(head_dim, max_seq_len, theta)
+        self.factor = factor
+        self.original_max_seq_len = original_max_seq_len
+
+    def tables(self, seq_len: int, positions: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """See `RotaryEmbedding.tables`.
+
+        Raises ValueError if a longer sequence has positions: the ranks or documents that they come
+        from do not know its length.
+        """
+        tables = super().tables(seq_len, positions)
+        if self.max_seq_len <= self.original_max_seq_len or (
+            positions is None and seq_len <= self.original_max_seq_len
+        ):
+            return tables
+        if positions is not None:
+            raise ValueError(
+                f"dynamic rotary frequencies got positions of sequences of up to {self.max_seq_len} "
+                f"tokens: expected whole sequences beyond {self.original_max_seq_len} tokens; use "
+                'attn_mask_type = "causal" without context parallelism'
+            )
+        ratio = self.factor * seq_len / self.original_max_seq_len - (self.factor - 1)
+        theta = self.theta * ratio ** (self.head_dim / (self.head_dim - 2))
+        return self._compute(seq_len, theta, self.cos.device)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tensor:

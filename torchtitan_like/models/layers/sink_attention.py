@@ -14,7 +14,7 @@ from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.kernels import Core, Kernel, Mask
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 
-# Kernels are fastest, or possible at all, for heads of a multiple of this width.
+# Kernels are fast, or available at all, only for head widths that are multiples of this.
 _WIDTH = 8
 
 
@@ -26,14 +26,14 @@ class Masks(NamedTuple):
 
 
 class SinkAttention(Attention):
-    """Attention whose heads may attend to nothing: each has a learned score of a *sink*.
+    """Attention with sinks: each head has a learned score for attending to nothing.
 
-    The softmax of a query covers its keys and the sink, which has no value. So a head's weights add
-    up to less than 1 (arXiv:2309.17453 keeps the first tokens for this purpose).
+    The softmax of a query covers its keys and the sink, which has no value. So a head's attention
+    weights add up to less than 1 (arXiv:2309.17453 keeps the first tokens for this purpose).
 
-    Kernels have no such score. So the sink is a key in front of all others: heads are one element
-    wider, which is 1 in this key, the head's score in its queries, and 0 elsewhere. `core` adds the
-    key: see `sink_core`. `core` and `mask`: see `Attention`.
+    Kernels do not support such a score. So `core` puts the sink in front of all keys (`sink_core`),
+    and each head gets one more element. It is 1 in the sink's key, the score in all queries, and 0
+    in all other keys. `core` and `mask`: see `Attention`.
     """
 
     def __init__(
@@ -45,7 +45,9 @@ class SinkAttention(Attention):
         rotary: RotaryEmbedding,
         core: Core,
     ) -> None:
-        super().__init__(dim, n_heads, n_kv_heads, head_dim, rotary, core, has_bias=True)
+        super().__init__(
+            dim, n_heads, n_kv_heads, head_dim, rotary, core, qkv_bias=True, output_bias=True
+        )
         self.sinks = nn.Parameter(torch.empty(n_heads))
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:

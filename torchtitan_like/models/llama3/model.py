@@ -6,7 +6,7 @@ from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.kernels import attention_kernel
-from torchtitan_like.models.layers.rotary import RotaryEmbedding
+from torchtitan_like.models.layers.rotary import Llama3, RotaryEmbedding
 from torchtitan_like.models.llama3.flavors import LlamaArgs
 
 
@@ -14,15 +14,13 @@ class Transformer(Decoder):
     """A Llama 3 model of the given sizes; see `Decoder` for inputs and outputs."""
 
     def __init__(self, args: LlamaArgs) -> None:
-        rotary = RotaryEmbedding(
-            args.head_dim,
-            args.max_seq_len,
-            args.rope_theta,
-            factor=args.rope_scaling_factor,
-            low_freq_factor=args.rope_low_freq_factor,
-            high_freq_factor=args.rope_high_freq_factor,
-            original_max_seq_len=args.rope_original_max_seq_len,
+        scaling = Llama3(
+            args.rope_scaling_factor,
+            args.rope_low_freq_factor,
+            args.rope_high_freq_factor,
+            args.rope_original_max_seq_len,
         )
+        rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, args.rope_theta, scaling=scaling)
         core = attention_kernel(args.attn_type).core
 
         def build_block(layer: int) -> DecoderBlock:

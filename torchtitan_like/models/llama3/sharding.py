@@ -15,4 +15,4 @@ SHARDING = decoder_sharding(*ATTENTION, *FEED_FORWARD)
 
 def constraints(args: LlamaArgs) -> dict[str, int]:
     """See `ModelSpec.constraints`."""
-    return decoder_constraints(args, args.num_kv_heads)
+    return decoder_constraints(args, args.num_kv_heads) | {"ffn_dim": args.ffn_dim}

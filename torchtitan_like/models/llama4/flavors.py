@@ -27,9 +27,9 @@ class Llama4Args:
     multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times ffn_dim_multiplier,
         rounded up to a multiple of multiple_of.
     auto_scale_hidden_dim: divide the width of the experts and of the shared expert by top_k + 1, the
-        networks that compute each token.
+        number of networks that process each token.
     interleave_moe_layer_step: each layer whose number (from 1) is a multiple of this has experts.
-    num_experts, top_k: experts of such a layer, and those that compute each token.
+    num_experts, top_k: number of experts in such a layer, and number that process each token.
     load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
     every_n_layers_nope: layers whose number (from 1) is a multiple of this do not rotate queries and
         keys, and attend to the whole sequence. The other layers attend within chunks. 0: all layers
@@ -205,7 +205,7 @@ def num_params(args: Llama4Args) -> int:
 
 
 def num_active_params(args: Llama4Args) -> int:
-    """Return the number of parameters that compute a token: all but the other experts'."""
+    """Return the number of parameters that process a token: without unselected experts."""
     return _count_params(args, args.top_k)
 
 
@@ -222,9 +222,10 @@ def _count_params(args: Llama4Args, num_experts: int) -> int:
 def flops_per_token(args: Llama4Args, seq_len: int) -> int:
     """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
 
-    PaLM, arXiv:2204.02311, appendix B. P counts the experts that compute a token. The embedding
-    lookup costs nothing; the output's matrix product counts, tied or not. Attention counts in full,
-    including its masked half, but at most a chunk of keys in the layers that have chunks.
+    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
+    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
+    counts in full, including its masked half, but at most a chunk of keys in the layers that have
+    chunks.
     """
     weights = num_active_params(args)
     if not args.enable_weight_tying:

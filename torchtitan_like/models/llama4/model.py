@@ -8,14 +8,13 @@ from torchtitan_like.models.layers.chunked_attention import (
     RotatedAttention,
     Temperature,
     UnrotatedAttention,
-    chunked_core,
-    chunked_masks,
 )
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.kernels import Core, attention_kernel
+from torchtitan_like.models.layers.local_attention import local_core, local_masks
 from torchtitan_like.models.layers.moe import InputWeightedExperts, MoE, Router
-from torchtitan_like.models.layers.rotary import RotaryEmbedding
+from torchtitan_like.models.layers.rotary import Llama3, RotaryEmbedding
 from torchtitan_like.models.llama4.flavors import Llama4Args
 
 
@@ -23,19 +22,18 @@ class Transformer(Decoder):
     """A Llama 4 text model of the given sizes; see `Decoder` for inputs and outputs."""
 
     def __init__(self, args: Llama4Args) -> None:
+        scaling = Llama3(
+            args.rope_scaling_factor,
+            args.rope_low_freq_factor,
+            args.rope_high_freq_factor,
+            args.rope_original_max_seq_len,
+        )
         rotary = RotaryEmbedding(
-            args.head_dim,
-            args.max_seq_len,
-            args.rope_theta,
-            factor=args.rope_scaling_factor,
-            low_freq_factor=args.rope_low_freq_factor,
-            high_freq_factor=args.rope_high_freq_factor,
-            original_max_seq_len=args.rope_original_max_seq_len,
-            pairs="neighbors",
+            args.head_dim, args.max_seq_len, args.rope_theta, scaling=scaling, pairs="neighbors"
         )
         kernel = attention_kernel(args.attn_type)
         # Layers of a kind share a function, so that they share a compilation.
-        cores = {chunk: chunked_core(kernel, chunk) for chunk in (0, args.chunk_size)}
+        cores = {chunk: local_core(kernel, chunk=chunk) for chunk in (0, args.chunk_size)}
 
         def build_block(layer: int) -> DecoderBlock:
             attention = _build_attention(args, layer, rotary, cores[args.chunk(layer)])
@@ -45,7 +43,7 @@ class Transformer(Decoder):
 
         super().__init__(args, build_block)
         if self.attention_mask is not None:
-            self.attention_mask = chunked_masks(kernel.mask, args.chunk_size)
+            self.attention_mask = local_masks(kernel.mask, chunk=args.chunk_size)
 
 
 def _build_attention(

@@ -22,7 +22,11 @@ SHARDING = decoder_sharding(
 
 def constraints(args: Llama4Args) -> dict[str, int]:
     """See `ModelSpec.constraints`."""
-    return decoder_constraints(args, args.num_kv_heads) | {
+    sizes = decoder_constraints(args, args.num_kv_heads) | {
         "n_experts": args.num_experts,
         "expert_hidden_dim": args.moe_inter_dim,
+        "shared_experts_dim": args.moe_inter_dim,
     }
+    if not all(args.has_experts(layer) for layer in range(args.n_layers)):
+        sizes["ffn_dim"] = args.ffn_dim
+    return sizes

@@ -18,9 +18,9 @@ class Qwen3Args:
     head_dim: independent of dim.
     hidden_dim: width of the feed-forward network of a dense model.
     num_experts: experts in each block instead of a feed-forward network; 0: a dense model.
-    top_k: experts that compute each token.
+    top_k: number of experts that process each token.
     moe_inter_dim: width of each expert.
-    route_norm: divide a token's weights of its experts by their sum.
+    route_norm: divide the weights of a token's experts by their sum.
     load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
     max_seq_len: rows of the rotary tables, in tokens.
     depth_init: weights that write to the residual stream shrink with their layer's depth (True) or
@@ -110,7 +110,7 @@ def num_params(args: Qwen3Args) -> int:
 
 
 def num_active_params(args: Qwen3Args) -> int:
-    """Return the number of parameters that compute a token: all but the other experts'."""
+    """Return the number of parameters that process a token: without unselected experts."""
     return _count_params(args, min(args.top_k, args.num_experts))
 
 
@@ -129,9 +129,9 @@ def _count_params(args: Qwen3Args, num_experts: int) -> int:
 def flops_per_token(args: Qwen3Args, seq_len: int) -> int:
     """Return 6 (P - P_embedding) + 6 L H (2 head_dim) seq: forward and backward.
 
-    PaLM, arXiv:2204.02311, appendix B. P counts the experts that compute a token. The embedding
-    lookup costs nothing; the output's matrix product counts, tied or not. Attention counts in full,
-    including its masked half.
+    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
+    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
+    counts in full, including its masked half.
     """
     weights = num_active_params(args)
     if not args.enable_weight_tying:
@@ -168,7 +168,7 @@ def init_table(args: Qwen3Args) -> tuple[tuple[str, InitRule], ...]:
 
 
 def upcycling(args: Qwen3Args) -> Upcycling | str:
-    """Return how a dense Qwen3 starts this mixture of experts, or why none can."""
+    """Return the rules that start this MoE from a dense Qwen3, or the reason why none exist."""
     if not args.num_experts:
         return "num_experts = 0: the model has no experts"
     dense = replace(args, num_experts=0, hidden_dim=args.moe_inter_dim)

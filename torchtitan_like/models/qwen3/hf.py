@@ -42,7 +42,8 @@ def hf_alternative_names(args: Qwen3Args) -> Rows:
 
 def meta_names(args: Qwen3Args) -> Rows:
     """Return pairs (native name, TorchTitan's name): the names are equal."""
-    return tuple((name, name) for name, _ in (*_NAMES, *HF_EXPERTS))
+    bias = "layers.{}.moe.expert_bias"
+    return (*((name, name) for name, _ in (*_NAMES, *HF_EXPERTS)), (bias, bias))
 
 
 def hf_config(args: Qwen3Args) -> dict[str, Any]:

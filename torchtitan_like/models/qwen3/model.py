@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from torchtitan_like.models.balance_rules import Balance
-from torchtitan_like.models.layers.attention import Attention
+from torchtitan_like.models.layers.attention import NormedAttention
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.feed_forward import FeedForward
 from torchtitan_like.models.layers.kernels import attention_kernel
 from torchtitan_like.models.layers.moe import Experts, MoE, Router
-from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 from torchtitan_like.models.qwen3.flavors import Qwen3Args
-
-
-class QwenAttention(Attention):
-    """Attention that normalizes each head's queries and keys before it rotates them."""
-
-    def __init__(self, args: Qwen3Args, rotary: RotaryEmbedding) -> None:
-        core = attention_kernel(args.attn_type).core
-        super().__init__(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, rotary, core)
-        self.q_norm = RMSNorm(args.head_dim, args.norm_eps)
-        self.k_norm = RMSNorm(args.head_dim, args.norm_eps)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normed queries, normed keys, and values (batch, seq, heads, head_dim)."""
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v
 
 
 class Transformer(Decoder):
@@ -35,9 +17,18 @@ class Transformer(Decoder):
 
     def __init__(self, args: Qwen3Args) -> None:
         rotary = RotaryEmbedding(args.head_dim, args.max_seq_len, args.rope_theta)
+        core = attention_kernel(args.attn_type).core
 
         def build_block(layer: int) -> DecoderBlock:
-            attention = QwenAttention(args, rotary)
+            attention = NormedAttention(
+                args.dim,
+                args.n_heads,
+                args.n_kv_heads,
+                args.head_dim,
+                rotary,
+                core,
+                args.norm_eps,
+            )
             if args.num_experts == 0:
                 return DecoderBlock(args, attention, FeedForward(args.dim, args.hidden_dim))
             return DecoderBlock(args, attention, moe=_build_moe(args))

@@ -21,7 +21,7 @@ SHARDING = decoder_sharding(
 
 def constraints(args: Qwen3Args) -> dict[str, int]:
     """See `ModelSpec.constraints`."""
-    return decoder_constraints(args, args.n_kv_heads) | {
-        "n_experts": args.num_experts,
-        "expert_hidden_dim": args.moe_inter_dim,
-    }
+    sizes = decoder_constraints(args, args.n_kv_heads)
+    if args.num_experts:
+        return sizes | {"n_experts": args.num_experts, "expert_hidden_dim": args.moe_inter_dim}
+    return sizes | {"ffn_dim": args.hidden_dim}

@@ -9,11 +9,12 @@ import sys
 from importlib.metadata import entry_points
 
 from torchtitan_like.config.compile_backends import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
-from torchtitan_like.config.problems import NO_EFFECT, nearest
+from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import AC_MODE, COMPILE, IMPL
+from torchtitan_like.util.suggestions import did_you_mean
 
 
 def _records_blocks(run: RunContext) -> bool:
@@ -137,7 +138,7 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
         f"a backend of torch.compile: {', '.join(BACKENDS[:3])}, "
         "or one that experimental.custom_import registers",
         lambda run: (
-            nearest(run.config.compile.backend, BACKENDS)
+            did_you_mean(run.config.compile.backend, BACKENDS)
             or "set it to inductor, or name a module that calls torch._dynamo.register_backend"
         ),
         ("compile.enable", "experimental.custom_import"),

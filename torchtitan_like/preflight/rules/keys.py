@@ -9,6 +9,7 @@ def parallelism_keys(*names: str) -> tuple[str, ...]:
 
 
 MODEL_KEYS = ("model.name", "model.flavor", "model.args")
+HF_ASSETS = "model.hf_assets_path"
 TP = "parallelism.tensor_parallel_degree"
 CP = "parallelism.context_parallel_degree"
 PP = "parallelism.pipeline_parallel_degree"

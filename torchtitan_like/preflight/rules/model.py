@@ -64,7 +64,7 @@ def _has_biases(run: RunContext) -> bool:
 def _hf_settings(run: RunContext) -> list[str]:
     """Return the settings that read or write weights in Hugging Face's format."""
     section = run.config.checkpoint
-    # A start that upcycles reads a dense model, and the biases of its experts are new.
+    # An upcycling start reads a dense model without biases, and initializes the biases to 0.
     keys = _HF_KEYS[1:] if section.initial_load_upcycle else _HF_KEYS
     return [key for key in keys if section.enable and run.config.value_of(key)]
 

@@ -19,6 +19,7 @@ from torchtitan_like.preflight.rules.keys import (
     MODEL_KEYS,
     PIPELINE_KEYS,
     PP,
+    REPLICATE,
     ROTATE,
     SCHEDULE,
     SEQUENCE_PARALLEL,
@@ -227,6 +228,7 @@ MTP_RULES: tuple[Rule[RunContext], ...] = (
     ),
 )
 
+_WHOLE_EXPERTS = "expert_parallel_degree = 1 and expert_tensor_parallel_degree = 1"
 EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-of-dense-model",
@@ -257,36 +259,41 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-expert-features",
         ETP,
-        lambda run: run.ep > 1 and run.size("expert_hidden_dim") % run.expert_tp != 0,
+        lambda run: run.size("expert_hidden_dim") % run.expert_tp != 0,
         lambda run: f"a divisor of the {run.size('expert_hidden_dim')} hidden units of each expert",
         "set it to 1",
-        (EP, *MODEL_KEYS),
+        MODEL_KEYS,
     ),
     Rule(
         "experts-without-sequence-parallelism",
         SEQUENCE_PARALLEL,
-        lambda run: run.ep > 1 and run.tp > 1 and not run.parallelism.enable_sequence_parallel,
+        lambda run: (
+            run.divides_experts and run.tp > 1 and not run.parallelism.enable_sequence_parallel
+        ),
         "true with expert parallelism: tensor-parallel ranks must send different tokens",
-        "set it to true, or expert_parallel_degree = 1",
-        (EP, TP),
+        f"set it to true, or {_WHOLE_EXPERTS}",
+        (EP, ETP, TP),
     ),
     Rule(
         "experts-of-simple-fsdp",
         IMPL,
-        lambda run: run.ep > 1 and run.parallelism.data_parallel_impl == "simple_fsdp",
+        lambda run: run.divides_experts and run.parallelism.data_parallel_impl == "simple_fsdp",
         '"fsdp2" with expert parallelism: simple_fsdp shards all weights over the same ranks',
-        'set it to "fsdp2", or expert_parallel_degree = 1',
-        (EP,),
+        f'set it to "fsdp2", or {_WHOLE_EXPERTS}',
+        (EP, ETP),
     ),
     Rule(
         "experts-of-replicas",
-        EP,
+        REPLICATE,
         lambda run: (
-            run.ep > 1 and run.is_resolved and run.dp_replicate > 1 and not run.shards_weights
+            run.divides_experts
+            and run.is_resolved
+            and run.dp_replicate > 1
+            and not run.shards_weights
         ),
-        "1 with weights that are replicated and not sharded (DDP): its ranks have all experts",
-        "set data_parallel_shard_degree above 1, or expert_parallel_degree = 1",
-        DEGREES,
+        "1 with expert parallelism, unless weights are sharded too: the ranks of DDP have all experts",
+        f"set data_parallel_shard_degree above 1, or {_WHOLE_EXPERTS}",
+        (*DEGREES, EP, ETP),
     ),
     Rule(
         "experts-on-old-torch",
@@ -295,6 +302,15 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
         "1: torch before 2.12 cannot shard the weights of a layer over two meshes",
         "install torch 2.12 or later",
     ),
+    Rule(
+        "experts-of-tensor-parallel-ranks-on-old-torch",
+        TP,
+        lambda run: run.ep == 1 and run.has_experts_mesh and run.torch_release < (2, 12),
+        "1 for a model with experts: FSDP2 shards them over tensor-parallel ranks too, which torch "
+        "before 2.12 cannot do",
+        f"install torch 2.12 or later, or set {SEQUENCE_PARALLEL} = false",
+        (ETP, SEQUENCE_PARALLEL, *MODEL_KEYS),
+    ),
 )
 
 
@@ -302,11 +318,13 @@ def _divisors(number: int) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
-def _head_rule(name: str, size: str, description: str, unless_uneven: str = "") -> Rule[RunContext]:
-    """Return the rule that tensor parallelism must divide a number of heads.
+def _divided_by_tp(
+    name: str, size: str, description: str, unless_uneven: str = ""
+) -> Rule[RunContext]:
+    """Return the rule that tensor parallelism must divide a size of the model.
 
-    unless_uneven: another number of heads, which has a rule of its own. This rule applies only if
-    that number is divisible.
+    unless_uneven: another size, which has a rule of its own. This rule applies only if that size is
+    divisible.
     """
     return Rule(
         name,
@@ -324,8 +342,12 @@ def _vocabulary_shard(run: RunContext) -> int:
 
 
 TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
-    _head_rule("uneven-heads", "n_heads", "attention heads"),
-    _head_rule("uneven-kv-heads", "n_kv_heads", "key-value heads", unless_uneven="n_heads"),
+    _divided_by_tp("uneven-heads", "n_heads", "attention heads"),
+    _divided_by_tp("uneven-kv-heads", "n_kv_heads", "key-value heads", unless_uneven="n_heads"),
+    _divided_by_tp("uneven-features", "ffn_dim", "features of each feed-forward network"),
+    _divided_by_tp(
+        "uneven-shared-experts", "shared_experts_dim", "features of the shared experts of a layer"
+    ),
     Rule(
         "vocabulary-too-small",
         TP,
@@ -336,14 +358,6 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             f"{_vocabulary_shard(run)} entries, none is left for the last rank"
         ),
         "set it to a smaller degree",
-        MODEL_KEYS,
-    ),
-    Rule(
-        "uneven-features",
-        TP,
-        lambda run: run.size("ffn_dim") % run.tp != 0,
-        lambda run: f"a divisor of the feed-forward layer's {run.size('ffn_dim')} features",
-        "set model.args.multiple_of to a multiple of it, or use a smaller degree",
         MODEL_KEYS,
     ),
     Rule(
@@ -456,8 +470,8 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ROTATE,
         lambda run: run.rotate_method == "alltoall" and run.has_windows,
         lambda run: (
-            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers have windows and '
-            "sinks: a ring reads all keys in turn, and would count a sink once for each rank"
+            f'"allgather" or "ulysses" with {run.config.model.name}, whose layers have windows: a '
+            "ring lets a token attend to all keys, and would count a sink once for each rank"
         ),
         'set it to "allgather"',
         (CP, *MODEL_KEYS),
@@ -472,6 +486,17 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ),
         'set it to "allgather"',
         (CP, *MODEL_KEYS),
+    ),
+    Rule(
+        "sharded-dynamic-rope",
+        CP,
+        lambda run: run.cp > 1 and run.has_dynamic_rope,
+        lambda run: (
+            f"1 for sequences of more than {run.width('rope_original_seq_len')} tokens: dynamic "
+            "rotary frequencies depend on the length of a sequence, which its shards do not know"
+        ),
+        f"set {CP} = 1",
+        MODEL_KEYS,
     ),
     Rule(
         "compiled-ring",

@@ -170,6 +170,16 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         "set it to false",
         (PP,),
     ),
+    Rule(
+        "muon-early-step",
+        EARLY_STEP,
+        lambda run: (
+            run.config.optimizer.early_step_in_backward and "Muon" in run.config.optimizer.names
+        ),
+        "false with Muon: its step is a collective over the matrices of all layers",
+        "set it to false",
+        ("optimizer.name",),
+    ),
 )
 
 

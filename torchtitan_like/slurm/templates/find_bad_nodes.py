@@ -8,8 +8,8 @@ pairs. If a pair fails, each of its nodes is tried again with a node of a good p
 does not answer in --timeout seconds is bad. Options after `--` go to srun. --dry-run prints the
 commands of the first round.
 
-Returns 0 if no node is bad, 1 if it has printed the option, and 2 if the result is
-ambiguous, for example because every pair fails.
+Returns 0 if no node is bad, and 1 if it has printed the option. Returns 2 if the result is
+ambiguous, for example if every pair fails.
 """
 
 from __future__ import annotations

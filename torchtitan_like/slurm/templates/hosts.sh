@@ -2,7 +2,7 @@
 # Expand a Slurm host list: one host per line, or a hostfile for mpirun and DeepSpeed.
 #
 #   DIR/hosts.sh 'node-[42,49-51]'         node-42, node-49, node-50, node-51
-#   DIR/hosts.sh                           those of this job ($SLURM_JOB_NODELIST)
+#   DIR/hosts.sh                           the hosts of this job ($SLURM_JOB_NODELIST)
 #   SLOTS=8 DIR/hosts.sh --hostfile [LIST] node-42 slots=8 ...   (default of SLOTS: GPUs of the job, else 8)
 #
 # Works without Slurm too.

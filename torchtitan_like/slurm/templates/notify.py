@@ -10,8 +10,8 @@ encrypted, and with SMTP_USER and SMTP_PASSWORD if they are set. MAIL_FROM is th
 gets the message on its standard input. Secrets are read only from the environment, and never
 printed.
 
-All ways are tried, even if one fails. Returns 0 if all succeed, 1 if one fails, and 2 if there is
-no message or no way. --dry-run prints what would be done.
+All channels are tried, even if one fails. Returns 0 if all succeed, 1 if one fails, and 2 without a
+message or a channel. --dry-run prints what would be done.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Callable, Mapping
 from email.message import EmailMessage
 from functools import partial
 
-TIMEOUT = 30  # seconds, for each way
+TIMEOUT = 30  # seconds, for each channel
 
 
 def run_command(command: str, text: str) -> None:
@@ -145,7 +145,7 @@ def main(arguments: list[str]) -> int:
             continue
         try:
             send(text)
-        except Exception as error:  # of any kind: try the other ways
+        except Exception as error:  # of any kind: try the other channels
             failed = True
             print(f"not sent by {name}: {error}", file=sys.stderr)
     return int(failed)

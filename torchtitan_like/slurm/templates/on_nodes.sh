@@ -4,7 +4,7 @@
 #   DIR/on_nodes.sh JOB COMMAND [arguments]              by srun, once on each node, without its GPUs
 #   DIR/on_nodes.sh 'node-[1-4]' COMMAND [arguments]     by pdsh, or else ssh, one host after the other
 #
-# Each line of the output begins with its node. Show your processes left after a crash, then end them:
+# Each line of the output starts with its node. Show your processes left after a crash, then end them:
 #
 #   DIR/on_nodes.sh 'node-[1-4]' pgrep -u "$USER" -af torchtitan_like.train
 #   DIR/on_nodes.sh 'node-[1-4]' pkill -u "$USER" -f torchtitan_like.train

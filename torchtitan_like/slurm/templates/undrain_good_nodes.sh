@@ -16,7 +16,7 @@ case "${1:-}" in
   --do | '') ;;
   *) echo "Usage: $0 [--do]" >&2; exit 78 ;;
 esac
-# A look by ssh is a few processes of the one who looks.
+# The ssh connection itself is a few processes of this user.
 # shellcheck disable=SC2016 # to be expanded on the node
 look='ps -eo uid=,user=,pid=,comm= | awk -v me="$(id -un)" "
   \$1 >= 1000 && \$1 != 65534 && !(\$2 == me && \$4 ~ /^(sshd|sshd-session|systemd|.sd-pam.|ps|awk|sh|bash)\$/)"'

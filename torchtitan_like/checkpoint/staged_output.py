@@ -88,8 +88,8 @@ def verify_together(folder: Path, records: Mapping[str, FileRecord], votes: Vote
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.extents import check_sizes
 
-    votes.leader_does(lambda: check_sizes(folder, records))
-    votes.all_do(lambda: verify_rest(folder, records, {}, votes.group))
+    votes.run_on_leader(lambda: check_sizes(folder, records))
+    votes.run_on_all(lambda: verify_rest(folder, records, {}, votes.group))
 
 
 def _remove(path: Path) -> None:

@@ -1,0 +1,121 @@
+"""Cost of an update by each optimizer against AdamW's, and the memory of a parameter.
+
+    python -m benchmarks.optimizers [--rounds 5] [--tokens 2048]
+
+One process and thread, CPU time. Each round measures forward and backward of the Llama 3 debug
+model and one update by every optimizer; the table has medians of times and of ratios within a
+round. `of a step`: (forward + backward + update) against the same with AdamW of the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
+from torchtitan_like.distributed.initialize import initialize, materialize
+from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.optim.optimizer import Optimizer, Surroundings, build_optimizer
+from torchtitan_like.util.positions import local_positions
+
+SPEC = get_spec("llama3")
+ARGS = resolve_args(SPEC, "debugmodel", {"vocab_size": 2048})
+STOCHASTIC = {"bf16_rounding": "stochastic"}
+# (name, dtype of the weights, settings); the first one of a dtype is the baseline
+OPTIMIZERS: tuple[tuple[str, torch.dtype, dict[str, Any]], ...] = (
+    ("AdamW, fused", torch.float32, {}),
+    ("AdamW, bfloat16 states", torch.float32, {"state_dtype": "bfloat16", **STOCHASTIC}),
+    ("Lion", torch.float32, {"name": "Lion"}),
+    ("Muon", torch.float32, {"name": "Muon"}),
+    ("Muon, muon_dtype float32", torch.float32, {"name": "Muon", "muon_dtype": "float32"}),
+    ("AdamW, fused", torch.bfloat16, {}),
+    ("AdamW, stochastic", torch.bfloat16, STOCHASTIC),
+    ("AdamW, kahan", torch.bfloat16, {"bf16_rounding": "kahan"}),
+    ("Lion, stochastic", torch.bfloat16, {"name": "Lion", **STOCHASTIC}),
+)
+
+
+def build_model(dtype: torch.dtype) -> Any:
+    with torch.device("meta"):
+        model = SPEC.build(ARGS).to(dtype)
+    materialize(model, torch.device("cpu"))
+    initialize(model, SPEC.init_table(ARGS), seed=0)
+    return model
+
+
+def build(model: Any, settings: dict[str, Any]) -> Optimizer:
+    surroundings = Surroundings(
+        SPEC.sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0
+    )
+    return build_optimizer(model.named_parameters(), OptimizerSection(**settings), surroundings)
+
+
+def cpu_seconds(function: Callable[[], object]) -> float:
+    started = time.process_time()
+    function()
+    return time.process_time() - started
+
+
+def bytes_per_parameter(model: Any, optimizer: Optimizer) -> float:
+    """Return the bytes of weight, gradient and states for each element of the model."""
+    weights = [(p.numel(), p.element_size()) for p in model.parameters()]
+    states = sum(s.numel() * s.element_size() for s in optimizer.state_dict().values())
+    return (sum(2 * n * size for n, size in weights) + states) / sum(n for n, _ in weights)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    keep = torch.zeros(())
+    models = {dtype: build_model(dtype) for dtype in (torch.float32, torch.bfloat16)}
+    optimizers = [build(models[dtype], settings) for _, dtype, settings in OPTIMIZERS]
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(ARGS.vocab_size, (1, options.tokens + 1), generator=generator)
+
+    def forward_and_backward(model: Any) -> None:
+        model.zero_grad()
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    rounds = []
+    for number in range(options.rounds + 1):
+        passes = {
+            dtype: cpu_seconds(partial(forward_and_backward, model))
+            for dtype, model in models.items()
+        }
+        updates = [cpu_seconds(partial(optimizer.step, keep)) for optimizer in optimizers]
+        if number:  # the first round warms up
+            rounds.append((passes, updates))
+    baselines = {
+        dtype: next(i for i, row in enumerate(OPTIMIZERS) if row[1] is dtype) for dtype in models
+    }
+    num_parameters = sum(p.numel() for p in models[torch.float32].parameters())
+    print(f"{num_parameters:,} parameters, {options.tokens} tokens, {options.rounds} rounds\n")
+    print("| optimizer | weights | update | against AdamW | of a step | bytes per parameter |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for i, (name, dtype, _) in enumerate(OPTIMIZERS):
+        base = baselines[dtype]
+        update = statistics.median(updates[i] for _, updates in rounds)
+        ratio = statistics.median(updates[i] / updates[base] for _, updates in rounds)
+        of_step = statistics.median(
+            (passes[dtype] + updates[i]) / (passes[dtype] + updates[base])
+            for passes, updates in rounds
+        )
+        num_bytes = bytes_per_parameter(models[dtype], optimizers[i])
+        print(
+            f"| {name} | {str(dtype).removeprefix('torch.')} | {1e3 * update:.0f} ms | {ratio:.2f} "
+            f"| {of_step:.3f} | {num_bytes:.2f} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Use the model of a checkpoint: generate text, and evaluate it."""

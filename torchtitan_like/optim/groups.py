@@ -1,0 +1,81 @@
+"""Split parameters into groups with the same optimizer and hyperparameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
+    from torchtitan_like.models.hf_table import Table
+
+# Sharding role -> number of dimensions of the weights that Muon updates: matrices of hidden layers,
+# which may be stacked. AdamW updates biases, norms, routers, embeddings and the head.
+MATRIX_ROLES = {"column": 2, "row": 2, "latent": 2, "projection": 2, "experts": 3}
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters with the same optimizer and hyperparameters.
+
+    name: of the table in `[optimizer.groups]`; "" for parameters in no group.
+    optimizer: a name in `optimizer.OPTIMIZERS`.
+    members: the parameters by their canonical names.
+    """
+
+    name: str
+    optimizer: str
+    lr: float
+    weight_decay: float
+    members: list[tuple[str, Tensor]]
+
+    def as_torch(self) -> dict[str, Any]:
+        """Return the group as torch's optimizers read it; `peak_lr` is what the schedule scales."""
+        return {
+            "params": [parameter for _, parameter in self.members],
+            "lr": self.lr,
+            "peak_lr": self.lr,
+            "group": self.name,
+            "weight_decay": self.weight_decay,
+        }
+
+
+def group_parameters(
+    named: Iterable[tuple[str, Tensor]], section: OptimizerSection, sharding: Table
+) -> list[ParameterGroup]:
+    """Split parameters by `[optimizer.groups]`, `optimizer.no_weight_decay` and their shape.
+
+    In a group with Muon, the parameters that are no matrices of hidden layers have AdamW.
+    sharding: `ModelSpec.sharding`.
+    Raises ValueError if a parameter is in two groups.
+    """
+    groups: dict[tuple[str, str, bool], ParameterGroup] = {}
+    for name, parameter in named:
+        matching = section.groups_of(name)
+        if len(matching) > 1:
+            raise ValueError(
+                f"{name} is in the parameter groups {' and '.join(matching)}. Expected at most one "
+                f"group: change optimizer.groups.{matching[1]}.parameters"
+            )
+        settings = section.settings_of(matching[0] if matching else "")
+        assert settings.name is not None
+        assert settings.lr is not None
+        assert settings.weight_decay is not None
+        optimizer: str = settings.name
+        if optimizer == "Muon" and not is_hidden_matrix(name, parameter.ndim, sharding):
+            optimizer = "AdamW"
+        is_exempt = any(fnmatchcase(name, pattern) for pattern in section.no_weight_decay)
+        key = (matching[0] if matching else "", optimizer, is_exempt)
+        if key not in groups:
+            weight_decay = 0.0 if is_exempt else settings.weight_decay
+            groups[key] = ParameterGroup(key[0], optimizer, settings.lr, weight_decay, [])
+        groups[key].members.append((name, parameter))
+    return list(groups.values())
+
+
+def is_hidden_matrix(name: str, ndim: int, sharding: Table) -> bool:
+    """Return True for a weight that Muon updates: a matrix, or stacked ones, of a hidden layer."""
+    role = next((role for pattern, role in sharding if fnmatchcase(name, pattern)), "")
+    return MATRIX_ROLES.get(role) == ndim

@@ -1,0 +1,185 @@
+"""Compute the numbers of a run's report, from all of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from torchtitan_like.report.decimation import trailing_mean
+from torchtitan_like.report.history import (
+    Changes,
+    History,
+    diff_settings,
+    validation_loss,
+    validation_sets,
+)
+from torchtitan_like.report.tolerant import Floats
+
+QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the shortest run, where losses are compared
+# Key of metrics.jsonl -> how a run's value follows from those of its log steps.
+MEDIANS = ("tps", "tflops", "mfu", "step_s", "data_loading_percent")
+
+
+def smoothing_window(num_rows: int) -> int:
+    """Return the number of rows of which the smoothed loss is the mean: 1 %, but at least 10."""
+    return max(10, num_rows // 100)
+
+
+def smoothed_loss(history: History) -> Floats:
+    """Return the mean loss of the last `smoothing_window` rows, float64 (rows,)."""
+    loss = history.run.metrics.get("loss")
+    return trailing_mean(loss, smoothing_window(len(loss)))
+
+
+def summarize(history: History) -> dict[str, Any]:
+    """Return the numbers of one run."""
+    run, goodput = history.run, history.goodput
+    loss = run.metrics.get("loss")
+    newest = next((a.recorded for a in reversed(history.attempts) if a.recorded.model), None)
+    tokens = _last(history.tokens)
+    wall = goodput.wall
+    return {
+        "name": run.name,
+        "path": run.path,
+        "description": run.config.get("job.description"),
+        "model": newest.model if newest else _configured_model(run.config),
+        "num_parameters": newest.num_parameters if newest else None,
+        "state": history.attempts[-1].ended,
+        "step": _last(history.step),
+        "total_steps": run.config.get("training.steps"),
+        "num_rows": run.metrics.num_rows,
+        "tokens": tokens,
+        "wall_seconds": wall,
+        "tokens_per_wall_second": tokens / wall if tokens is not None and wall > 0 else None,
+        "goodput": goodput.share,
+        "goodput_seconds": goodput.seconds,
+        "loss": {
+            "first": _first(loss),
+            "last": _last(loss),
+            "last_smoothed": _last(smoothed_loss(history)),
+            "smoothing_window": smoothing_window(len(loss)),
+            "min": _extreme(history.step, loss, np.nanargmin),
+            "max": _extreme(history.step, loss, np.nanargmax),
+            "num_nonfinite": int(np.count_nonzero(~np.isfinite(loss))),
+        },
+        "validation": {
+            name: _summarize_validation(*validation_loss(rows))
+            for name, rows in validation_sets(run).items()
+        },
+        "num_skipped_steps": int(np.count_nonzero(run.metrics.get("skipped") > 0)),
+        "median": {key: _median(run.metrics.get(key)) for key in MEDIANS},
+        "max_memory_gib": _max(run.metrics.get("memory_gib")),
+        "data_wait_seconds": float(np.nansum(run.metrics.get("data_loading_s"))),
+        "attempts": [
+            {
+                "number": attempt.recorded.number,
+                "start": attempt.times.start,
+                "end": attempt.times.end,
+                "first_step": attempt.first_step,
+                "last_step": attempt.last_step,
+                "num_ranks": attempt.recorded.num_ranks,
+                "layout": attempt.recorded.started.get("layout"),
+                "ended": attempt.ended,
+                "goodput_seconds": attempt.seconds,
+                "config_changes": changes_as_json(attempt.changes),
+                "num_warnings": sum(warning.count for warning in attempt.recorded.warnings),
+                "error": attempt.recorded.error,
+            }
+            for attempt in history.attempts
+        ],
+        "num_events": dict(Counter(str(event["event"]) for event in history.events)),
+        "events": history.events,
+        "checkpoints": [asdict(checkpoint) for checkpoint in run.checkpoints],
+        "evals": run.evals,
+        "num_clock_jumps": goodput.num_clock_jumps,
+        "problems": run.problems,
+    }
+
+
+def compare(histories: Sequence[History]) -> dict[str, Any]:
+    """Return what differs between runs: settings, and losses at equal tokens and equal time."""
+    configs = [history.run.config for history in histories]
+    keys = sorted({key for other in configs[1:] for key in diff_settings(configs[0], other)})
+    return {
+        "config_differences": {key: [config.get(key) for config in configs] for key in keys},
+        "loss_at_equal_tokens": _losses_at(histories, [h.tokens for h in histories]),
+        "loss_at_equal_hours": _losses_at(histories, [h.hours(h.time) for h in histories]),
+    }
+
+
+def changes_as_json(changes: Changes) -> dict[str, list[Any]]:
+    """Return changed settings with their values before and after."""
+    return {key: list(values) for key, values in changes.items()}
+
+
+def _losses_at(histories: Sequence[History], positions: Sequence[Floats]) -> list[dict[str, Any]]:
+    """Return the smoothed loss of each run at quarters of the shortest run.
+
+    positions: tokens or hours of the rows of each run. None where a run has no row up to there.
+    """
+    ends = [_max(values) for values in positions]
+    if any(end is None or end <= 0 for end in ends):
+        return []
+    shortest = min(end for end in ends if end is not None)
+    losses = [smoothed_loss(history) for history in histories]
+    table = []
+    for quarter in QUARTERS:
+        limit = quarter * shortest
+        row: dict[str, Any] = {"at": limit, "loss": [], "step": []}
+        for history, values, loss in zip(histories, positions, losses, strict=True):
+            reached = np.flatnonzero((values <= limit) & np.isfinite(loss))
+            row["loss"].append(float(loss[reached[-1]]) if len(reached) else None)
+            row["step"].append(int(history.step[reached[-1]]) if len(reached) else None)
+        table.append(row)
+    return table
+
+
+def _configured_model(config: dict[str, Any]) -> str | None:
+    names = [str(config[key]) for key in ("model.name", "model.flavor") if key in config]
+    return " ".join(names) or None
+
+
+def _summarize_validation(step: Floats, loss: Floats) -> dict[str, Any]:
+    return {
+        "num": len(loss),
+        "last": _last(loss),
+        "best": _extreme(step, loss, np.nanargmin),
+    }
+
+
+def _extreme(step: Floats, values: Floats, choose: Any) -> dict[str, float] | None:
+    """Return the value and step that `choose` selects among the finite values; None without any."""
+    finite = np.where(np.isfinite(values), values, math.nan)
+    if np.isnan(finite).all():
+        return None
+    index = int(choose(finite))
+    return {"value": float(values[index]), "step": int(step[index])}
+
+
+def _first(values: Floats) -> float | None:
+    return _number(values[0]) if len(values) else None
+
+
+def _last(values: Floats) -> float | None:
+    return _number(values[-1]) if len(values) else None
+
+
+def _max(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return _number(finite.max()) if len(finite) else None
+
+
+def _median(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return _number(np.median(finite)) if len(finite) else None
+
+
+def _number(value: Any) -> float:
+    """Return an int if the value is integral, as counts are in the files."""
+    number = float(value)
+    return int(number) if number.is_integer() and abs(number) < 2**53 else number
