@@ -192,7 +192,8 @@ def test_the_package_imports_exactly_its_requirements() -> None:
     actual -= {"__future__", PACKAGE.name, "tomllib", *sys.stdlib_module_names}
     required = {re.split(r"[^\w]", line)[0] for line in requirements([])}
     optional = {
-        re.split(r"[^\w]", line)[0] for line in requirements(["wandb", "float8", "report"])
+        re.split(r"[^\w]", line)[0]
+        for line in requirements(["eval", "float8", "report", "wandb"])
     } - required
     assert actual | NOT_IMPORTED == required | optional | INDIRECT.keys()
     assert set(INDIRECT.values()) <= required and len(required) <= 15
