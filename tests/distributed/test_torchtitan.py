@@ -12,23 +12,26 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from tests.distributed.parity import build, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
-from tests.harness.torchtitan_run import ARGUMENTS, SAVED, STEPS
+from tests.harness.torchtitan_run import ARGUMENTS, SAVED, STEPS, logits_of
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.convert import native_weights
 from torchtitan_like.checkpoint.torchtitan import check_data_choice, read_step
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config import load_config
 from torchtitan_like.util.jsonl import read_rows
 
@@ -37,6 +40,9 @@ SKIP = ("--training.skip_steps", f"[[1, {SAVED}]]")
 # Sums are in another order than TorchTitan's, which changes 1e-6. Moments with wrongly ordered rows
 # change the gradient norm by 1e-2.
 TOLERANCE = 1e-5
+needs_torchtitan = pytest.mark.skipif(
+    find_spec("torchtitan") is None, reason="pip install -e .[interop]"
+)
 LAYOUTS = {
     "1 rank": (1, []),
     "FSDP over TP": (4, ["--parallelism.tensor_parallel_degree", "2"]),
@@ -187,8 +193,26 @@ def test_positions_of_the_loader_are_not_unpickled(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
+@needs_torchtitan
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_released_torchtitan_loads_a_converted_step(tmp_path: Path) -> None:
+    """A native step loads only after a conversion, with the logits of this program's model."""
+    assert run_ranks(train, 1, [*resume_arguments(tmp_path / "run"), *SKIP])
+    step = tmp_path / f"run/checkpoint/step-{STEPS}"
+    tokens = torch.tensor(expected()["tokens"])
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        logits_of(step, tokens)
+    assert titan(["ckpt", "convert", str(step), str(tmp_path / "converted"), "--to", "dcp"]) == 0
+    identity = identify(load_config(ARGUMENTS).model)
+    model = identity.spec.build(identity.args)
+    model.load_state_dict(native_weights(open_contents(step), identity))
+    theirs = logits_of(tmp_path / "converted", tokens)
+    torch.testing.assert_close(theirs, model(tokens), rtol=0, atol=1e-5)
+
+
+@pytest.mark.nightly
+@needs_torchtitan
 def test_released_torchtitan_writes_the_same_run(tmp_path: Path) -> None:
-    pytest.importorskip("torchtitan", reason="pip install torchtitan==0.2.2")
     command = [sys.executable, "-m", "tests.harness.torchtitan_run", str(tmp_path)]
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ)
     step = tmp_path / f"step-{SAVED}"

@@ -2,7 +2,7 @@
 
     python -m tests.harness.torchtitan_run FOLDER
 
-needs `pip install torchtitan==0.2.2`. It writes `FOLDER/step-3`, a full checkpoint, and
+needs `pip install -e .[interop]`. It writes `FOLDER/step-3`, a full checkpoint, and
 `FOLDER/expected.json`: loss and gradient norm of the following steps, and the logits of
 the first of them. The samples are those that the trainer reads with `ARGUMENTS`.
 """
@@ -127,6 +127,20 @@ def run(folder: Path, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
             }
             dcp.save(state, checkpoint_id=folder / f"step-{step}", no_dist=True)
     return expected
+
+
+@torch.no_grad()
+def logits_of(step: Path, tokens: Tensor) -> Tensor:
+    """Load a folder's weights as TorchTitan does. Returns its model's logits (batch, seq, vocab)."""
+    model = build_model()
+    from torchtitan.components.checkpoint import ModelWrapper
+
+    wrapper = ModelWrapper(model)
+    state = wrapper.state_dict()
+    dcp.load(state, checkpoint_id=step, no_dist=True)
+    wrapper.load_state_dict(state)
+    logits: Tensor = model(tokens)
+    return logits
 
 
 def make(folder: Path) -> None:
