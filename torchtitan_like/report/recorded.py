@@ -26,10 +26,12 @@ from torchtitan_like.util.run_directory import (
     ENVIRONMENT,
     EVENTS,
     EXIT,
+    HEARTBEATS,
     LOGS,
     METRICS,
     VALIDATION,
     RunEnd,
+    files_of_ranks,
     log_file,
     numbered_attempts,
     read_errors,
@@ -240,11 +242,10 @@ def _read_attempt(number: int, folder: Path, problems: list[str]) -> RecordedAtt
     with suppress(KeyError, TypeError, ValueError):
         attempt.start = datetime.strptime(facts["time"], "%Y-%m-%dT%H:%M:%S%z").timestamp()
     attempt.hosts |= {str(facts["host"])} if "host" in facts else set()
-    heartbeats: dict[int, dict[str, Any]] = {}
-    try:
-        heartbeats = read_heartbeats(folder)
-    except ValueError as error:
-        problems.append(f"{ATTEMPTS}/{folder.name}/heartbeat: cannot be used: {error}")
+    heartbeats = read_heartbeats(folder)
+    if malformed := files_of_ranks(folder / HEARTBEATS).keys() - heartbeats.keys():
+        ranks = ", ".join(map(str, sorted(malformed)))
+        problems.append(f"{ATTEMPTS}/{folder.name}/heartbeat: cannot be used: ranks {ranks}")
     attempt.last_sign = max(
         (time for beat in heartbeats.values() if (time := as_time(beat.get("time"))) is not None),
         default=None,

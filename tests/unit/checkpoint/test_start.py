@@ -159,7 +159,7 @@ REFUSED = [
     ({"initial_load_in_hf": True}, ["0D"], "holds a torch.distributed.checkpoint folder"),
     (path("HF") | WHOLE_RUN, [], "only weights \\(Hugging Face safetensors\\)"),
     (path("WEIGHTS") | WHOLE_RUN, [], "initial_load_model_only = true"),
-    (path("DCP") | WHOLE_RUN, [], "set the path to a full step-N of this program"),
+    (path("DCP") | WHOLE_RUN, [], r"\.metadata cannot be read"),
     (path("LATE") | WHOLE_RUN, [], "is at step 30. Expected a step before training.steps = 20"),
     (path("FULL"), ["0H"], "two sources of weights"),
     ({"start": "scratch"}, ["5"], "Choose another job.dump_folder"),

@@ -147,8 +147,8 @@ PRINTING = (
 # Commands that write files, or train.
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
-    *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run save", "run stop"),
-    *("eval", "node bench", "slurm init", "slurm watchdog"),
+    *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
+    *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "

@@ -243,7 +243,7 @@ def test_a_circle_of_three_files_is_refused(tmp_path: Path) -> None:
 def test_a_missing_config_file_lists_the_files_in_its_folder(tmp_path: Path) -> None:
     (tmp_path / "debug.toml").touch()
     with pytest.raises(ConfigError, match=r"contains: debug\.toml"):
-        load_checked(["--job.config_file", str(tmp_path / "debgu.toml")], None, training=False)
+        load_checked(["--job.config_file", str(tmp_path / "another.toml")], None, training=False)
 
 
 def test_format_of_a_problem() -> None:

@@ -320,6 +320,7 @@ def test_every_key_of_a_row_is_documented_and_written(
     metrics = build(log_freq=4, sources=["web"], peak_flops=1e12)
     by_source = {"local_valid_by_source": [900], "loss_by_source": torch.tensor([9.0])}
     by_source["mtp_loss_share"] = torch.tensor(2.5)
+    by_source["group_lr"] = {"head": 1e-3}
     for step in range(1, 5):
         clock.now += 1.0
         metrics.record(record(step, skipped=torch.tensor(float(step in (2, 4))), **by_source))
