@@ -300,7 +300,10 @@ def test_pipeline_stages_use_all_stored_tensors_together(original):
 @untied
 @pytest.mark.parametrize(
     ("change", "words"),
-    [("missing", "1 not in this model: model.norm.weight"), ("unreadable", "rank 1: OSError")],
+    [
+        ("missing", "1 not in this model: model.norm.weight"),
+        ("unreadable", "rank 1: Input/output error. Expected a disk that works"),
+    ],
 )
 def test_error_on_one_rank_is_raised_on_all_ranks(original, change, words):
     folder = original[0]
