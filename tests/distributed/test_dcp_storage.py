@@ -106,7 +106,7 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, File
 
 
 def load_state(folder: str, records: dict[str, FileRecord], dim: int | None) -> list[str]:
-    """Load all values and return the names of those that differ from the saved ones."""
+    """Load all values and return the names of values that differ from the saved values."""
     state = build_state(dim, fill=False)
     dcp.load(state, storage_reader=ExtentReader(folder, records))
     expected = build_state(dim)

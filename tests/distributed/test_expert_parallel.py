@@ -159,7 +159,7 @@ def logged_lines(argv):
 
 
 def test_the_log_names_what_computes_the_experts(tmp_path):
-    """All experts of a layer count, also those of other ranks."""
+    """All experts of a layer count, including the experts of other ranks."""
     lines = run_ranks(logged_lines, 2, arguments(tmp_path / "run", **{EP: 2, **HALF}))[0]
     assert "Experts: 8 in each layer, computed by grouped_mm in torch.float32" in lines
 

@@ -97,7 +97,7 @@ def test_every_layout_loads_the_same_bits(tmp_path, name):
                 argv = argv[:index] + argv[index + 2 :]
         hashes, largest = zip(*run_ranks(load_on_rank, ranks, argv), strict=True)
         assert len(set(hashes)) == 1
-        # Blocks of 32 values are read whole, and alternating rows with those between them.
+        # Blocks of 32 values are read whole, and alternating rows with the rows between them.
         assert 0 < max(largest) <= 2 * MAX_ELEMENTS
         return hashes[0]
 

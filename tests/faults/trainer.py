@@ -136,7 +136,7 @@ class Starter(Protocol):
 
 
 def kill(pids: list[int]) -> list[int]:
-    """Send SIGKILL to all pids and return those that existed."""
+    """Send SIGKILL to all pids and return the pids that existed."""
     killed = []
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):  # already ended

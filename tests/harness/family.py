@@ -24,7 +24,7 @@ from torchtitan_like.models import InitRule, get_spec, resolve_args
 from torchtitan_like.models.hf_table import Link, links
 from torchtitan_like.models.layers.moe import Router
 
-# Tokens whose scores at the cut are closer than this may choose other experts than in transformers.
+# Tokens whose last chosen and first rejected score are closer than this may choose other experts than in transformers.
 CLEAR_GAP = 1e-6
 
 
@@ -157,7 +157,7 @@ class Family:
     def assert_counts(
         self, flavor: str, total: int, active: int, seq_len: int, gflops: float
     ) -> None:
-        """Compare the computed numbers of a flavor with those of its model, and with given ones."""
+        """Compare the computed numbers of a flavor with its built model and with given numbers."""
         args = resolve_args(self.spec, flavor, {})
         with torch.device("meta"):
             model = self.spec.build(args)
@@ -221,7 +221,7 @@ class Family:
     ) -> None:
         """Compare logits, routing and gradients in float32, with weights from `save_pretrained`.
 
-        Prints the tokens that choose other experts because their scores at the cut nearly tie.
+        Prints the tokens that choose other experts because their last chosen and first rejected score nearly tie.
         """
         args, model = self.build(overrides)
         self.perturb(model)

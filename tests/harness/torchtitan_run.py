@@ -4,7 +4,7 @@
 
 needs `pip install -e .[interop]`. It writes `FOLDER/step-3`, a full checkpoint, and
 `FOLDER/expected.json`: loss and gradient norm of the following steps, and the logits of
-the first of them. The samples are those that the trainer reads with `ARGUMENTS`.
+the first of them. The trainer reads the same samples with `ARGUMENTS`.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def open_report(browser: Any, tmp_path: Path) -> Callable[..., Page]:
             check=True,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
-        browser.get_log("browser")  # discard those of the page before
+        browser.get_log("browser")  # discard messages of the previous page
         return Page(browser, page)
 
     return open_page

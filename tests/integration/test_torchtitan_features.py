@@ -43,7 +43,7 @@ PYTHON_WARNING = re.compile(r"\.py:\d+: \w*Warning: |Warning: .*deprecated")
 class Row(NamedTuple):
     """One feature test with the arguments of each run. {dump} is the dump folder.
 
-    sizes: replace those of the base config.
+    sizes: replace the sizes of the base config.
     """
 
     name: str

@@ -290,7 +290,7 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def at_import_time(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Yield the statements that run on import: not those in functions or under TYPE_CHECKING."""
+    """Yield the statements that run on import: none in functions or under TYPE_CHECKING."""
     for node in body:
         yield node
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):

@@ -9,7 +9,7 @@ start at a fixed offset, and this program reads and writes them directly:
 | n | the elements in C order |
 | the rest | the records `data.pkl`, `byteorder` and `version`, then the zip directory |
 
-The records are those of `torch.save`. The CRC-32 of `data/0` is 0, as `torch.save` writes it after
+`torch.save` writes the same records. The CRC-32 of `data/0` is 0, as `torch.save` writes it after
 `torch.serialization.set_crc32_options(False)`: torch does not check it, and computing it takes
 several times as long as the hashes of the manifest.
 """
@@ -112,7 +112,7 @@ def archive_trailer(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class _Storage:
-    """Stands for the storage of a tensor in a pickle. `num_bytes` is its size."""
+    """Represents the storage of a tensor in a pickle. `num_bytes` is its size."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes

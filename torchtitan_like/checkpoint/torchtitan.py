@@ -11,7 +11,7 @@ Its checkpoint is a folder of torch.distributed.checkpoint (DCP) with these name
 | `dataloader.world_size`, `dataloader.dp_rank_<n>` | data-parallel degree; a position for each rank |
 
 Weights and moments of a parameter have the same rows, so the model's table of names orders both.
-The positions of the data are those of TorchTitan's dataset and have no counterpart here.
+The data positions belong to TorchTitan's dataset and have no counterpart here.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class Optimizer(Section):
         return any((self.weight_decay, *(group.weight_decay for group in self.groups.values())))
 
     def settings_of(self, group: str) -> OptimizerGroup:
-        """Return the settings of a group, with those of this section where they are unset.
+        """Return the settings of a group. This section sets the ones that the group leaves out.
 
         "" is the group of the parameters that match no pattern.
         """

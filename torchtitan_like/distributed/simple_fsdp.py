@@ -89,7 +89,7 @@ def cast_weights(
 ) -> None:
     """Cast each weight of a rank that gathers nothing to the compute dtype where it is read.
 
-    The arguments are those of `apply_simple_fsdp`: a cast weight is freed and made again as a
+    The arguments equal `apply_simple_fsdp`'s: a cast weight is freed and made again as a
     gathered one is. mesh: None for one rank, whose parameters stay plain tensors.
     """
     layout = _Layout.of(mesh)

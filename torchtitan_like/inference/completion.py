@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 class Completion(NamedTuple):
     """What the model adds to a prompt.
 
-    text: without the stop string or the end token. num_tokens: generated, with those of a stop
+    text: without the stop string or the end token. num_tokens: generated, including the tokens of a stop
     string. finish_reason: see `Continuation`.
     """
 

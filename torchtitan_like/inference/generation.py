@@ -63,7 +63,7 @@ def generate(
     context: maximum number of tokens of a prompt and its continuation.
     end_ids: tokens that end a text.
     is_stopped: receives the index of a prompt and its new ids after each token; True ends the text.
-    batch_size: prompts that are computed together; those of similar length share a batch.
+    batch_size: prompts that are computed together; prompts of similar length share a batch.
     """
     ids: list[list[int]] = [[] for _ in prompts]
     reasons: dict[int, FinishReason] = {}

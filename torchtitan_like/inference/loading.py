@@ -42,7 +42,7 @@ class LoadedModel:
 
     assets: the tokenizer's folder.
     bos_id: token before each text, as in training; None: no token.
-    end_ids: tokens that end a text: the tokenizer's, and those in generation_config.json.
+    end_ids: tokens that end a text, of the tokenizer and of generation_config.json.
     context: maximum number of tokens of a text.
     step: the training step of the weights.
     """

@@ -1,6 +1,6 @@
 """Log-likelihoods and continuations of texts, as lm-evaluation-harness defines them.
 
-The tokens are those of its backend `hf` on an export of the same weights: special tokens in a text
+Its backend `hf` has the same tokens on an export of the same weights: special tokens in a text
 are recognized, the tokenizer's own rule decides about BOS (`Tokenizer.encode_with_specials`), and
 texts that are too long lose their first tokens.
 """
@@ -63,7 +63,7 @@ class Scorer:
         return prefix
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, with those that the tokenizer adds, except a second BOS."""
+        """Return the ids of a text, with ids that the tokenizer adds, except a second BOS."""
         bos_id = self.tokenizer.bos_id
         has_bos = bos_id is not None and text.startswith(self.tokenizer.decode([bos_id]))
         return self.tokenizer.encode_with_specials(text, adds_specials=not has_bos)
@@ -71,7 +71,7 @@ class Scorer:
     def encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
         """Return the ids of a context and of its continuation.
 
-        The continuation's are those that follow the context's in the joined text. Blanks at the end
+        The continuation's ids follow the context's ids in the joined text. Blanks at the end
         of the context belong to the continuation.
         """
         if not context:

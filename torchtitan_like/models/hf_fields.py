@@ -87,7 +87,7 @@ REFUSED = {
 ROPE_REFUSED = {
     "alpha": Refusal("its model changes the base by it"),
     "llama_4_scaling_beta": Refusal("queries are not scaled by their position", _ABSENT_OR_0),
-    "mrope_section": Refusal("positions are not those of images"),
+    "mrope_section": Refusal("positions of images are not supported"),
     "partial_rotary_factor": Refusal("heads are rotated whole", _ABSENT_OR_1),
 }
 # `finetuned` is of YaRN's first code. Files of a type without a length name it, and may have it null.

@@ -30,7 +30,7 @@ class StepRecord:
     mtp_loss_share: as loss_share, for multi-token prediction (mean over depths); None without it.
     grad_norm: of the whole model, before clipping; equal on all ranks.
     skipped: 1 if the update was skipped, else 0; equal on all ranks.
-    lr: learning rate of parameters in no group. group_lr: of those in a group, by its name.
+    lr: learning rate of parameters in no group. group_lr: of each group, by its name.
     data_digest, data_digest_chain: 64-bit digests of the tokens read.
     data_loading_s: seconds that the step waited for its batch.
     position: position in the sample stream before this step.

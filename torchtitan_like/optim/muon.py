@@ -2,7 +2,7 @@
 
 Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/. The learning rate can be
 scaled as in Liu et al. 2025, arXiv:2502.16982, section 2.2. On one rank and with `muon_dtype =
-"bfloat16"`, the weights equal those of `torch.optim.Muon` to the last bit.
+"bfloat16"`, the weights equal the result of `torch.optim.Muon` to the last bit.
 """
 
 from __future__ import annotations

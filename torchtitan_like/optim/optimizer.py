@@ -134,7 +134,7 @@ class Optimizer:
 
     The state contains only tensors. Hyperparameters come from the config and the schedule, never
     from a checkpoint. `is_atomic`: a step updates all weights of all ranks or none.
-    `lr` is the learning rate of parameters in no group, `group_lr` that of each group by its name.
+    `lr` is the learning rate of parameters in no group, `group_lr` the rate of each group by name.
     """
 
     is_atomic = True

@@ -180,7 +180,7 @@ def build_marks(history: History) -> list[EventMarks]:
 
 
 def event_detail(event: Row) -> str:
-    """Return the fields of an event as text, except those that every event has."""
+    """Return the fields of an event as text, without the fields that every event has."""
     fields = {k: v for k, v in event.items() if k not in ("event", "time", "step")}
     return ", ".join(f"{key} {_as_text(value)}" for key, value in fields.items())
 

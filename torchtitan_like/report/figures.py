@@ -10,7 +10,7 @@ from torchtitan_like.report.curves import Chart, Curve, EventMarks
 TOOLS = "xpan,box_zoom,xwheel_zoom,reset,save"
 HEIGHT = 300  # pixels, without the legend
 LEGEND_LINE = 20  # pixels of each entry
-CURVE = "curve"  # name of the renderers of curves, for page.js; those of events: event:<kind>
+CURVE = "curve"  # name of the curves' renderers, for page.js; events have event:<kind>
 
 
 class Drawing(NamedTuple):

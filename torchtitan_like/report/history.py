@@ -33,7 +33,7 @@ Changes = dict[str, tuple[Any, Any]]
 class AttemptHistory:
     """One attempt. first_step, last_step: of its recorded rows, also discarded ones.
 
-    times: of its rows. ended: how it ended, as text. changes: settings that differ from those of
+    times: of its rows. ended: how it ended, as text. changes: settings that differ from the settings of
     the attempt before it, with both values.
     """
 
@@ -186,7 +186,7 @@ class _Timeline:
         )
 
     def _rows(self, index: int) -> _Rows:
-        """Return the rows that an attempt wrote, also those that a later one discarded."""
+        """Return the rows that an attempt wrote, including rows that a later attempt discarded."""
         is_own = self.owner == index
         names = np.where(self._skipped[is_own], "skipped", "training").tolist()
         parts = [_Rows.of(self._run.metrics, is_own, names)]
@@ -285,7 +285,7 @@ def _describe_end(run: RecordedRun, attempt: RecordedAttempt, *, is_newest: bool
 
 
 def _all_events(history: History) -> list[Row]:
-    """Return the recorded events, and those that other files imply, by step and time."""
+    """Return the recorded events, and events that other files imply, by step and time."""
     events = [*history.run.events, *_skipped_steps(history), *_resumes(history)]
     return sorted(
         events,

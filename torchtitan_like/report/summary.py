@@ -21,7 +21,7 @@ from torchtitan_like.report.history import (
 from torchtitan_like.report.tolerant import Floats
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the shortest run, where losses are compared
-# Key of metrics.jsonl -> how a run's value follows from those of its log steps.
+# Key of metrics.jsonl -> how a run's value follows from the values of its log steps.
 MEDIANS = ("tps", "tflops", "mfu", "step_s", "data_loading_percent")
 
 

@@ -50,7 +50,7 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
 
 
 def rows(ranks: list[ValidationBatches]) -> list[tuple[list[int], list[int]]]:
-    """Return all samples in order, except those that consist of padding."""
+    """Return all samples in order, without samples that consist of padding."""
     batches: list[Batch] = [share for shares in zip(*ranks, strict=True) for share in shares]
     pairs = [
         pair

@@ -1,4 +1,4 @@
-"""Scores equal those of one text at a time, with tokens and windows computed directly."""
+"""Scores equal the scores of one text at a time, with tokens and windows computed directly."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_the_list_is_complete():
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_published_sizes(name):
-    """The number of parameters is the published one, and that of a built model."""
+    """The number of parameters equals the published number and the number in a built model."""
     args = args_of(published(name))
     assert f"{HF.num_params(args) / 1e9:.3f}" == PUBLISHED[name]["billions"]
     with torch.device("meta"):

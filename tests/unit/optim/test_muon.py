@@ -90,7 +90,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one():
         assert 0.6 < singular.min()
         assert singular.max() < 1.3  # the range of the polynomial, Jordan et al.
         left, _, right = torch.linalg.svd(matrix, full_matrices=False)
-        rotated = left.T @ result @ right.T  # diagonal: the singular vectors are those of `matrix`
+        rotated = left.T @ result @ right.T  # diagonal: `matrix` has the same singular vectors
         torch.testing.assert_close(rotated, torch.diag(rotated.diag()), rtol=0, atol=1e-12)
 
 

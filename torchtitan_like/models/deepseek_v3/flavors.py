@@ -46,7 +46,7 @@ class DeepSeekArgs:
     rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
         any training.seq_len; 1 switches YaRN off.
     beta_fast, beta_slow: YaRN keeps frequencies with more than beta_fast rotations within
-        original_seq_len, and divides those with fewer than beta_slow rotations by rope_factor.
+        original_seq_len, and divides frequencies with fewer than beta_slow rotations by rope_factor.
     mscale: attention scores are multiplied by (0.1 mscale ln(rope_factor) + 1)^2.
     num_mtp_layers: blocks for multi-token prediction (section 2.2). In training, each block
         predicts one more token. Evaluation and generation ignore them.

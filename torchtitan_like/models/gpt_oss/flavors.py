@@ -33,7 +33,7 @@ class GptOssArgs:
     rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
         any training.seq_len; 1 switches YaRN off.
     beta_fast, beta_slow: YaRN keeps frequencies with more than beta_fast rotations within
-        original_seq_len, and divides those with fewer than beta_slow rotations by rope_factor.
+        original_seq_len, and divides frequencies with fewer than beta_slow rotations by rope_factor.
     attn_type: kernel of attention ("sdpa", "flex"). On CPU, "sdpa" replaces "flex".
     attn_mask_type: "causal": a token attends to all earlier tokens of the sample; "block_causal":
         to the earlier tokens of its document.

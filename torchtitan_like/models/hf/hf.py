@@ -418,7 +418,7 @@ def _read_rope(fields: _Fields, max_position: int) -> dict[str, Any]:
 
 
 def _read_original_length(fields: _Fields, scaling: _Fields, name: str, max_position: int) -> int:
-    """Return the length of the context before scaling; that of the file if no field names it.
+    """Return the length of the context before scaling; the file's length if no field names it.
 
     Dynamic and linear scaling do not read original_max_position_embeddings.
     """

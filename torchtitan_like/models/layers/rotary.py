@@ -66,7 +66,7 @@ class Yarn(NamedTuple):
 
     factor: length of the context relative to `original_max_seq_len`.
     beta_fast, beta_slow: frequencies that rotate more than beta_fast times in
-        original_max_seq_len tokens are kept; those that rotate less than beta_slow times are
+        original_max_seq_len tokens are kept; frequencies that rotate less than beta_slow times are
         divided by `factor`.
     is_rounded: round the first and last pair of the transition to whole pairs.
     """

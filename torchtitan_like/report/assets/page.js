@@ -101,7 +101,7 @@
       return figure.inner_width * (place(value) - place(start)) / (place(end) - place(start));
     }
 
-    // The drawn row whose pixel is nearest to that of the pointer.
+    // The drawn row whose pixel is nearest to the pointer.
     function nearestRow(figure, source, at) {
       const positions = source.get_array(column);
       let row = -1;
