@@ -192,9 +192,9 @@ def test_malformed_exit_json_counts_as_a_crash(
     config: dict[str, Any] = {"job": {"dump_folder": str(tmp_path)}}
     assert report_end(config, 0, None, Start(0.0, 1, "command", ["titan"])) == CRASH
     assert (
-        "cannot be read: it is nested too deeply. Expected the end of the run"
-        in capsys.readouterr().err
-    )
+        "exit.json is malformed: it is nested too deeply. Expected reason, code and step: "
+        "remove it. Look for the end of the run in the logs"
+    ) in capsys.readouterr().err
 
 
 CONFIGS: dict[str, Callable[[Path], Any]] = {

@@ -105,10 +105,8 @@ def report_end(
     except FileNotFoundError:
         pass
     except (OSError, ValueError) as error:
-        show_error(
-            f"{exit_folder / EXIT} cannot be read: {error}. Expected the end of the run. Look for "
-            f"it in the logs below {folder / ATTEMPTS}."
-        )
+        problem = describe_os_error(error) if isinstance(error, OSError) else str(error)
+        show_error(f"{problem} Look for the end of the run in the logs below {folder / ATTEMPTS}.")
         return CRASH
     if end is not None and (code == 0 or stop is not None or code == end.code):
         return _report_agreed(config, end, start)

@@ -137,7 +137,7 @@ def read_exit(run: Path) -> RunEnd:
         return RunEnd(str(content["reason"]), int(content["code"]), content["step"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} is malformed: {error}. Expected reason, code and step: remove it"
+            f"{path} is malformed: {error}. Expected reason, code and step: remove it."
         ) from error
 
 

@@ -522,7 +522,7 @@ def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
         (WRITE_EXIT_JSON % ("done", 0), 0, "--prompt"),
         (WRITE_EXIT_JSON % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
         ("true", 1, "The run ended with code 0, but did not write"),
-        ("echo [] >outputs/exit.json", 1, "exit.json cannot be read: "),
+        ("echo [] >outputs/exit.json", 1, "exit.json is malformed: "),
         ("exit 1", 1, ""),
         (WRITE_EXIT_JSON % ("done", 0) + "; exit 1", 1, ""),
     ],
