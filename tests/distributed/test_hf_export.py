@@ -664,8 +664,7 @@ def test_unreadable_shards_on_one_rank_are_an_error_on_all_ranks(tmp_path):
         consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out")
     ):
         assert (
-            "rank 1: OSError" in error
-            and "shard-0000" in error
+            re.search(r"rank 1: .*shard-0000.*: Too many open files\. Expected fewer open", error)
             and seconds < GROUP_TIMEOUT.total_seconds()
         )
     assert not (tmp_path / "out").exists()

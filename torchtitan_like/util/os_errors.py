@@ -19,6 +19,7 @@ _ADVICE = {
     errno.ENAMETOOLONG: ("a shorter name", "Choose another path"),
     errno.ENOSPC: _SPACE,
     errno.EDQUOT: _SPACE,
+    errno.EMFILE: ("fewer open files", "Raise the limit (ulimit -n)"),
     errno.EFBIG: ("a smaller file", "Choose another path, or raise the limit (ulimit -f)"),
 }
 
