@@ -22,20 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.harness.runner import EXACT
+
 ROOT = Path(__file__).resolve().parent.parent
-EXACT_KEYS = (
-    "step",
-    "n_tokens_seen",
-    "num_valid_tokens",
-    "loss",
-    "max_loss",
-    "grad_norm",
-    "lr",
-    "data_digest",
-    "data_digest_chain",
-    "skipped",
-    "sources",
-)
+EXACT_KEYS = (*EXACT, "sources")
 VALIDATION_KEYS = ("step", "set", "loss", "bits_per_byte", "num_tokens")
 TINY = {
     "model.hf_assets_path": "tests/assets/tokenizer",

@@ -18,20 +18,14 @@ from typing import Any, Protocol
 
 from tests.faults.fork_server import GRACE_SECONDS
 from tests.faults.injection import Injection
-from tests.harness.runner import ROOT, kill_session, trainer_command, trainer_environment
-
-EXACT = (
-    "step",
-    "n_tokens_seen",
-    "num_valid_tokens",
-    "loss",
-    "max_loss",
-    "grad_norm",
-    "lr",
-    "data_digest",
-    "data_digest_chain",
-    "skipped",
+from tests.harness.runner import (
+    EXACT,
+    ROOT,
+    kill_session,
+    trainer_command,
+    trainer_environment,
 )
+
 ASSETS = ROOT / "tests/assets/checkpoints"
 
 

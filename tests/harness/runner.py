@@ -32,6 +32,19 @@ from torchtitan_like.util.jsonl import read_rows
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TAIL_LINES = 60
+# Keys of metrics.jsonl that a resumed run must reproduce to the last bit.
+EXACT = (
+    "step",
+    "n_tokens_seen",
+    "num_valid_tokens",
+    "loss",
+    "max_loss",
+    "grad_norm",
+    "lr",
+    "data_digest",
+    "data_digest_chain",
+    "skipped",
+)
 
 
 @dataclass(frozen=True)

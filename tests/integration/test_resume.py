@@ -14,6 +14,7 @@ import pytest
 from tests.distributed.parity import short_documents
 from tests.faults.trainer import kill
 from tests.harness.runner import (
+    EXACT,
     ROOT,
     kill_session,
     run_trainer,
@@ -22,18 +23,6 @@ from tests.harness.runner import (
 )
 from torchtitan_like.util.jsonl import read_rows
 
-EXACT = (
-    "step",
-    "n_tokens_seen",
-    "num_valid_tokens",
-    "loss",
-    "max_loss",
-    "grad_norm",
-    "lr",
-    "data_digest",
-    "data_digest_chain",
-    "skipped",
-)
 STEPS = 24
 
 

@@ -28,7 +28,9 @@ class ChatTemplate:
     """The template of a tokenizer's folder. Raises TokenizerError if it has none."""
 
     def __init__(self, folder: Path) -> None:
-        self.path, self._source = _find_template(folder)
+        path, source = _find_template(folder)
+        self.path = path
+        self._source = source
         self._special_tokens = _special_tokens(folder)
 
     def render(self, messages: Sequence[Message]) -> str:

@@ -129,7 +129,8 @@ class _CachedLayer:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: None = None) -> Tensor:
         """Store the new keys and values; attend to all of each row. It replaces the core."""
         if self.keys is None or self.values is None:
-            self.keys, self.values = self._allocate(k), self._allocate(v)
+            self.keys = self._allocate(k)
+            self.values = self._allocate(v)
         outputs = []
         first = 0
         for group in self.groups:
@@ -147,7 +148,8 @@ class _CachedLayer:
         """Remove all other rows."""
         assert self.keys is not None and self.values is not None
         index = torch.tensor(rows, device=self.keys.device)
-        self.keys, self.values = self.keys[index], self.values[index]
+        self.keys = self.keys[index]
+        self.values = self.values[index]
 
     def _allocate(self, x: Tensor) -> Tensor:
         return x.new_empty(self.num_rows, x.shape[1], self.capacity, x.shape[3])
