@@ -180,9 +180,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
-        from torchtitan_like import __version__
+        from torchtitan_like.util.version import describe_version
 
-        print(__version__)
+        print(describe_version())
         return 0
     prog = "titan"
     commands: Sequence[Command] = COMMANDS
