@@ -129,7 +129,7 @@ def test_metadata_describes_the_package(release: Release) -> None:
     assert values.get_payload().startswith("# torchtitan_like\n")
     pythons = [f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 14)]
     assert {*pythons, "Typing :: Typed"} <= set(values.get_all("Classifier"))
-    extras = {"dev", "docs", "eval", "float8", "interop", "report", "release", "wandb"}
+    extras = {"dev", "docs", "eval", "float8", "interop", "report", "wandb"}
     assert extras <= set(values.get_all("Provides-Extra"))
     plain = [line for line in values.get_all("Requires-Dist") if "extra ==" not in line]
     assert "torch>=2.11" in plain and "pydantic>=2.7" in plain
