@@ -80,6 +80,8 @@ class IndexedJob:
     def __init__(self, job: dict[str, Any], run: Path, settings: list[str]) -> None:
         self.spec = job["spec"]
         self.metrics = run / "metrics.jsonl"
+        self.logs = run.with_name(f"{run.name}.logs")
+        self.logs.mkdir()
         [container] = self.spec["template"]["spec"]["containers"]
         _, *words = container["command"]
         self.command = [sys.executable, "-m", "torchtitan_like", *words, "debug_model.toml"]
@@ -97,15 +99,20 @@ class IndexedJob:
         self.codes: dict[int, list[int]] = {index: [] for index in self.pods}
 
     def start(self, index: int) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.command,
-            env={**self.env, "JOB_COMPLETION_INDEX": str(index)},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        with open(self.log_of(index), "a") as log:
+            return subprocess.Popen(
+                self.command,
+                env={**self.env, "JOB_COMPLETION_INDEX": str(index)},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                start_new_session=True,
+            )
+
+    def log_of(self, index: int) -> Path:
+        """Return the file with the output of all pods of an index."""
+        return self.logs / f"{index}.log"
 
     def run_to_step(self, step: int) -> None:
         """Replace pods until a row of a step from `step` on is written."""
@@ -120,15 +127,14 @@ class IndexedJob:
     def _run_until(self, is_reached: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 300
         while not is_reached():
-            assert time.monotonic() < deadline, f"{self.codes}\n{self.kill()}"
+            assert time.monotonic() < deadline, self.describe()
             ended = [index for index, pod in self.pods.items() if pod.poll() is not None]
             for index in ended:
-                self._replace(index, self.pods.pop(index))
+                self._replace(index, self.pods.pop(index).returncode)
             time.sleep(POLL_S)
 
-    def _replace(self, index: int, pod: subprocess.Popen[str]) -> None:
-        output = pod.communicate()[0]
-        code = pod.returncode if pod.returncode >= 0 else 128 - pod.returncode
+    def _replace(self, index: int, returncode: int) -> None:
+        code = returncode if returncode >= 0 else 128 - returncode
         self.codes[index].append(code)
         if code == 0:
             return
@@ -137,12 +143,17 @@ class IndexedJob:
             for rule in self.spec["podFailurePolicy"]["rules"]
             if code in rule.get("onExitCodes", {}).get("values", [])
         ]
-        assert actions in ([], ["Ignore"]), f"{code}: {output[-3000:]}\n{self.kill()}"
+        assert actions in ([], ["Ignore"]), self.describe()
         self.pods[index] = self.start(index)
 
-    def kill(self) -> str:
-        """Kill all pods. Returns the ends of their outputs."""
-        return "\n".join(kill_session(pod)[-3000:] for pod in self.pods.values())
+    def describe(self) -> str:
+        """Return the codes, and the ends of all outputs."""
+        logs = [path.read_text()[-3000:] for path in sorted(self.logs.iterdir())]
+        return "\n".join([str(self.codes), *logs])
+
+    def kill(self) -> None:
+        for pod in self.pods.values():
+            kill_session(pod)
 
 
 def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> None:
@@ -150,7 +161,7 @@ def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> Non
     documents = yaml.safe_load_all((files / "job.yaml").read_text())
     job = next(document for document in documents if document["kind"] == "Job")
     settings = [
-        "--training.dataset_path", str(short_documents(tmp_path)), "--training.steps", "400",
+        "--training.dataset_path", str(short_documents(tmp_path)), "--training.steps", "150",
         "--training.seq_len", "32", "--training.local_batch_size", "2", "--model.args.dim", "32",
         "--model.args.n_layers", "2", "--model.args.n_heads", "4", "--checkpoint.enable",
         "--checkpoint.interval", "10", "--metrics.log_freq", "1", "--validation.no-enable",
@@ -166,8 +177,8 @@ def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> Non
         broken.pods[1].terminate()
         broken.run_to_end()
         late = broken.start(1)  # replaced after the last step
-        output, _ = late.communicate(timeout=120)
-        assert late.returncode == 0 and "step 400 of 400 is done already" in output
+        assert late.wait(timeout=120) == 0
+        assert "step 150 of 150 is done already" in broken.log_of(1).read_text()
     finally:
         for started in jobs:
             started.kill()
@@ -178,4 +189,4 @@ def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> Non
         [[row[key] for key in EXACT] for row in read_rows(started.metrics)]
         for started in (whole, broken)
     ]
-    assert exact[0] == exact[1] and len(exact[0]) == 400
+    assert exact[0] == exact[1] and len(exact[0]) == 150
