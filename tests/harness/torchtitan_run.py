@@ -28,9 +28,8 @@ STEPS = 7
 SIZES = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16}
 SEQ_LEN = 16
 LR = 2e-3
-# The last step of the warm-up follows the checkpoint. The decay starts after these steps: there,
-# the two schedules differ by a step.
-SCHEDULE = {"warmup_steps": 5, "total_steps": 20, "decay_ratio": 0.2}
+# The last step of the warm-up, the stable phase, and the decay follow the checkpoint.
+SCHEDULE = {"warmup_steps": 4, "total_steps": 7, "decay_ratio": 0.4, "min_lr_factor": 0.1}
 ASSETS = ROOT / "tests/assets/checkpoints"
 ARGUMENTS = [
     *("--job.config_file", str(ROOT / "train_configs/debug_model.toml")),

@@ -174,8 +174,7 @@ def _check_schedule(path: Path, step: int) -> None:
         )
     logger.warning(
         f"{path} holds the position of TorchTitan's schedule, not its settings. This run uses its own "
-        "[optimizer] and [lr_scheduler]. With equal settings, its learning rate is equal except in "
-        "the decay, which it enters one step earlier"
+        "[optimizer] and [lr_scheduler]. With equal settings, its learning rates are equal"
     )
 
 
