@@ -217,7 +217,7 @@ def test_released_torchtitan_loads_a_converted_step(tmp_path: Path) -> None:
     torch.testing.assert_close(theirs, model(tokens), rtol=0, atol=1e-5)
 
 
-MIDDLE = 4  # a native step of a resumed run, before the end of the warm-up
+MIDDLE = 4  # a native step of a resumed run
 
 
 @pytest.fixture(scope="module")
