@@ -21,11 +21,11 @@ BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 class States(NamedTuple):
     """The states that an optimizer keeps for each parameter.
 
-    count: tensors of the parameter's size. is_elementwise: `optimizer.state_dtype` and
+    num_tensors: tensors of the size of the parameter. is_elementwise: `optimizer.state_dtype` and
     `optimizer.bf16_rounding` apply to them.
     """
 
-    count: int
+    num_tensors: int
     is_elementwise: bool
 
 
@@ -70,8 +70,8 @@ def state_bytes(section: Optimizer, weight_dtype: str) -> int:
 def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> int:
     states = STATES[name]
     if not states.is_elementwise:
-        return states.count * BYTES[weight_dtype]
-    num_bytes = states.count * BYTES[section.state_dtype or weight_dtype]
+        return states.num_tensors * BYTES[weight_dtype]
+    num_bytes = states.num_tensors * BYTES[section.state_dtype or weight_dtype]
     if section.bf16_rounding == "kahan" and weight_dtype == "bfloat16":
         num_bytes += BYTES["bfloat16"]
     return num_bytes
