@@ -12,6 +12,7 @@ def section(**changes):
         "warmup_steps": 2,
         "total_steps": None,
         "decay_ratio": None,
+        "name": "wsd",
         "decay_type": "linear",
         "min_lr_factor": 0.0,
     }
@@ -35,10 +36,10 @@ def section(**changes):
     ],
 )
 def test_the_factor_follows_warmup_and_decay(changes, steps, expected):
-    schedule = build_schedule(section(**changes), steps)
+    schedule = build_schedule(section(**changes), steps, {})
     assert {step: schedule.factor(step) for step in expected} == pytest.approx(expected)
 
 
 def test_the_rate_depends_on_the_horizon_and_not_on_the_length_of_the_run():
-    short, long = (build_schedule(section(total_steps=100), steps) for steps in (10, 100))
+    short, long = (build_schedule(section(total_steps=100), steps, {}) for steps in (10, 100))
     assert [short.factor(s) for s in range(1, 101)] == [long.factor(s) for s in range(1, 101)]
