@@ -263,7 +263,7 @@ class LRScheduler(Section):
     )
     total_steps: int | None = field(
         None,
-        "Step at which the decay ends. Unset: training.steps. Set it to extend a run later.",
+        "Last step of the decay. Unset: training.steps. Set it to extend a run later.",
         gt=0,
     )
     decay_ratio: float | None = field(
@@ -281,7 +281,7 @@ class LRScheduler(Section):
     )
     min_lr_factor: float = field(
         0.0,
-        "Fraction of the peak learning rate at the end of the decay.",
+        "Fraction of the peak learning rate that the decay would reach one step after total_steps.",
         ge=0,
         le=1,
         needs=(BUILT_IN, DECAYING),

@@ -36,9 +36,11 @@ class Schedule:
     T - w or round(T * decay_ratio):
 
     * warmup, step s <= w: s / w;
-    * stable, w < s <= T - d: 1;
-    * decay, T - d < s <= T: falls along the decay curve from 1 to `min_lr_factor`;
-    * s > T: `min_lr_factor`, or 1 if d = 0.
+    * stable, w < s <= T + 1 - d: 1;
+    * decay, T + 1 - d < s <= T + 1: falls along the decay curve from 1 to `min_lr_factor`;
+    * s > T + 1: `min_lr_factor`, or 1 if d = 0.
+
+    The minimum belongs to step T + 1, as in TorchTitan: the last step must not have a rate of 0.
 
     The horizon does not depend on `training.steps` if `total_steps` is set. A run can then be
     extended without a change of its schedule.
@@ -49,6 +51,7 @@ class Schedule:
     horizon: int
     decay_type: str
     min_lr_factor: float
+    end_of_decay: int  # the step at which the decay reaches the minimum
 
     def saved(self) -> dict[str, Any]:
         """Return the values that a checkpoint stores."""
@@ -58,7 +61,7 @@ class Schedule:
         """Return the multiplier of step `step` >= 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
-        decay_step = step - (self.horizon - self.decay_steps)
+        decay_step = step - (self.end_of_decay - self.decay_steps)
         if decay_step <= 0 or self.decay_steps == 0:
             return 1.0
         multiplier = DECAYS[self.decay_type](min(1.0, decay_step / self.decay_steps))
@@ -101,7 +104,14 @@ def build_schedule(
     decay = horizon - warmup
     if section.decay_ratio is not None:
         decay = min(decay, round(horizon * section.decay_ratio))
-    return Schedule(warmup, decay, horizon, section.decay_type, section.min_lr_factor)
+    return Schedule(
+        warmup_steps=warmup,
+        decay_steps=decay,
+        horizon=horizon,
+        decay_type=section.decay_type,
+        min_lr_factor=section.min_lr_factor,
+        end_of_decay=horizon + 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -122,18 +132,20 @@ class SavedSchedule:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Log a warning if the checkpoint has another schedule, with both learning rates.
 
-        The learning rates of a schedule of user code are unknown.
+        The learning rates of another schedule of user code are unknown.
         """
         saved = json.loads(state_dict["json"])
-        if saved == self.schedule.saved():
-            return
         if "name" in saved:
-            logger.warning(
-                "The learning-rate schedule has changed since the checkpoint: "
-                f"{saved} before, {self.schedule.saved()} now"
-            )
-        else:
-            old, step = Schedule(**saved), self.first_step()
+            if saved != self.schedule.saved():
+                logger.warning(
+                    "The learning-rate schedule has changed since the checkpoint: "
+                    f"{saved} before, {self.schedule.saved()} now"
+                )
+            return
+        # Checkpoints without `end_of_decay` reached the minimum at the horizon.
+        old = Schedule(**{"end_of_decay": saved["horizon"], **saved})
+        step = self.first_step()
+        if old != self.schedule:
             logger.warning(
                 "The learning-rate schedule has changed since the checkpoint. "
                 f"Learning rate at step {step}: {self.peak_lr * old.factor(step):.3e} before "
