@@ -22,6 +22,8 @@ from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
+from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
@@ -33,9 +35,10 @@ from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
-from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
+from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings
-from torchtitan_like.optim.schedule import Schedule, build_schedule
+from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
+from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.positions import local_positions
 
@@ -138,9 +141,11 @@ def build_data(
     world: World,
     geometry: BatchGeometry,
     seed: int,
+    settings: Settings,
 ) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
+    settings: the config sections of user code.
     Raises DataMismatch on every rank if the ranks read different datasets.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -152,6 +157,7 @@ def build_data(
         "with_positions": needs_positions(model_args),
         "group": world.step_group,
         "is_recorder": world.dims.counts_tokens(world.rank),
+        "settings": settings,
     }
     batches = build_train_batches(
         training, data, seed=seed, num_accumulation=geometry.num_micro_batches, **shared
@@ -174,11 +180,12 @@ def build_model(
     max_seq_len: int,
     num_samples: int,
     with_tokens: bool,
+    settings: Settings,
 ) -> Built:
     """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
     max_seq_len: of training and validation. num_samples: see `build_parts`. with_tokens: see
-    `chunked_cross_entropy`.
+    `chunked_cross_entropy`. settings: the config sections of user code.
     """
     shards = None
     if world.dims.tp > 1:
@@ -189,6 +196,7 @@ def build_model(
         shards=shards,
         gathers_logits=sections.parallelism.disable_loss_parallel,
         with_tokens=with_tokens,
+        token_loss=_token_loss(loss.name, settings),
     )
     args = fit_positions(args, max_seq_len)
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
@@ -196,12 +204,20 @@ def build_model(
     return built._replace(lines=[*built.lines, *describe_experts(built.parts, dtype)])
 
 
+def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
+    """Return the registered loss of that name; None for cross-entropy."""
+    if not registry.is_registered("loss", name):
+        return None
+    function = registry.find("loss", name)
+    return lambda logits, labels: function(logits, labels, settings)
+
+
 @dataclass(frozen=True)
 class OptimizerParts:
     """The optimizer, its schedule, and the function of float8 after each update (or None)."""
 
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Schedule | RegisteredSchedule
     after_update: Callable[[], None] | None
 
 
@@ -215,9 +231,10 @@ def build_optimizer(
     total_steps: int,
     sections: Sections,
     seed: int,
+    settings: Settings,
 ) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
-    schedule = build_schedule(lr_scheduler, total_steps)
+    schedule = build_schedule(lr_scheduler, total_steps, settings)
     named = [named for part in parts for named in part.named_parameters()]
     surroundings = Surroundings(
         spec.sharding,
@@ -225,6 +242,7 @@ def build_optimizer(
         local_positions,
         torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
         seed,
+        settings,
     )
     optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
     after_update = None
@@ -260,11 +278,19 @@ def build_metrics(
     sources: Sequence[str],
     last_step: int,
     run_config: Mapping[str, object],
+    settings: Settings,
 ) -> Metrics:
-    """Build the metrics of a run, and log the peak FLOP/s of the hardware.
+    """Build the metrics of a run, and log the peak FLOP/s of the hardware. A collective.
 
-    run_config: the masked configuration, which W&B shows.
+    run_config: the masked configuration, which W&B shows. settings: the config sections of user
+    code.
+    Raises the errors of observers on all ranks.
     """
+    observers = Observers()
+    if section.observers:
+        world.step_group.run_on_leader(
+            lambda: observers.build(section.observers, attempt.run, settings)
+        )
     memory = build_memory_monitor(world.device)
     peak = log_hardware(
         memory, world.device.type, section.peak_flops, flops_per_token, flops_formula
@@ -281,6 +307,7 @@ def build_metrics(
         memory,
         build_sinks(section, attempt.run, world.rank, failures, run_config),
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
+        observers,
         log_freq=section.log_freq,
         last_step=last_step,
     )

@@ -41,7 +41,7 @@ from torchtitan_like.build import (
     build_model,
     build_optimizer,
 )
-from torchtitan_like.checkpoint.changes import check_changes, diff_settings
+from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
@@ -69,6 +69,7 @@ from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.parallelize import Sections
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
+from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.models.layers.moe import choose_in_turn
@@ -181,10 +182,13 @@ class Trainer:
             world=world,
             geometry=self.geometry,
             seed=self.seed,
+            settings=config.extra_sections,
         )
         self.batches = data.batches
         self.validation_sets = data.validation_sets
         self.bytes_of_token = data.bytes_of_token
+        if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
+            self.bytes_of_token = torch.zeros_like(data.bytes_of_token)
         stored_data = self._stored("data")
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
@@ -201,6 +205,7 @@ class Trainer:
             config.model.converters,
             config.quantize.linear.float8,
             config.model.print_after_conversion,
+            config.extra_sections,
         )
         model = build_model(
             sections,
@@ -214,6 +219,7 @@ class Trainer:
             ),
             num_samples=self.geometry.samples_per_rank,
             with_tokens=bool(self.batches.sources),
+            settings=config.extra_sections,
         )
         for line in model.lines:
             logger.info(line)
@@ -242,6 +248,7 @@ class Trainer:
             total_steps=config.training.steps,
             sections=sections,
             seed=self.seed,
+            settings=config.extra_sections,
         )
         self.optimizer = optimization.optimizer
         for line in self.optimizer.describe():
@@ -267,6 +274,7 @@ class Trainer:
             sources=self.batches.sources,
             last_step=config.training.steps,
             run_config=masked_config,
+            settings=config.extra_sections,
         )
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self._replicated(), self.start.step
@@ -334,6 +342,7 @@ class Trainer:
             differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
+        check_extensions(stored, self.config.checkpoint.allow_change)
         resolved = {"global_batch_size": self.geometry.global_batch_size}
         changes = diff_settings(stored["config"], self.config.model_dump(), stored, resolved)
         if note := check_changes(changes):
@@ -730,6 +739,8 @@ class Trainer:
             }
             if self.upcycled_from is not None:
                 summary["upcycled_from"] = self.upcycled_from
+            if extensions := used_extensions(self.config):
+                summary["extensions"] = extensions
             content: dict[str, Any] = {
                 "config_toml": dump_toml(self.config),
                 "summary": summary,

@@ -38,6 +38,7 @@ WITHOUT_TORCH = [
     "torchtitan_like.launcher.run",
     "torchtitan_like.launcher.outcome",
     "torchtitan_like.config",
+    "torchtitan_like.extensions",
     "torchtitan_like.plan.report",
     "torchtitan_like.preflight",
     "torchtitan_like.data.text.documents",
@@ -58,9 +59,10 @@ MAY_IMPORT = {
     "node": {"util"},
     "slurm": {"config", "report", "util"},
     "models": {"util"},
-    "distributed": {"config", "util"},
-    "layered-packages": {"config", "models", "util"},
-    "preflight": {"config", "models", "util"},
+    "extensions": {"config", "util"},
+    "distributed": {"config", "extensions", "util"},
+    "layered-packages": {"config", "extensions", "models", "util"},
+    "preflight": {"config", "extensions", "models", "util"},
 }
 # Packages that may import all others. So may the modules next to train.py.
 UNRESTRICTED = {"cli", "inference", "kubernetes", "launcher", "plan"}

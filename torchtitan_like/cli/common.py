@@ -62,8 +62,8 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         default="",
         help="module (found through PYTHONPATH) or .py file to import first, which registers "
-        "the checkpoint's "
-        "model. The module that the checkpoint's own config names is never imported",
+        "the checkpoint's model or extensions. The module that the checkpoint's own config names "
+        "is never imported",
     )
 
 

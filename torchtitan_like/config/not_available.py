@@ -26,6 +26,12 @@ def _not_available(
     )
 
 
+UNAVAILABLE_CONVERTERS = {
+    "quantize.grouped_mm.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.mx",
+}
+
 NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     _not_available(
         "parallelism.expert_parallel_comm_backend",
@@ -37,8 +43,8 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     ),
     _not_available(
         "model.converters",
-        lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
-        'remove all converters except "quantize.linear.float8"',
+        lambda config: not UNAVAILABLE_CONVERTERS.isdisjoint(config.model.converters),
+        'remove all converters except "quantize.linear.float8" and registered ones',
     ),
     _not_available(
         "fault_tolerance.enable", lambda config: config.fault_tolerance.enable, "set it to false"

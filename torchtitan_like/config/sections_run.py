@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, Minutes, Section, Steps
+from torchtitan_like.config.base import HomePath, Minutes, NameOf, Section, Steps
 from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
@@ -134,6 +134,9 @@ class Metrics(Section):
         "Peak FLOP/s of one device, for MFU. Unset: the value for the device's name. "
         "No MFU is reported for unknown devices.",
         gt=0,
+    )
+    observers: list[Annotated[str, NameOf("observer")]] = field(
+        [], "Observers that receive the rows of metrics.jsonl and validation.jsonl on rank 0."
     )
     data_loading_alarm: float = field(
         0.25, "Warn if the run waits for data for more than this fraction of the time.", gt=0, le=1
@@ -337,8 +340,8 @@ class Experimental(Section):
 
     custom_import: str = field(
         "",
-        "Module to import before the model is looked up, for example to register a model: its "
-        "name, or the path of a .py file relative to the TOML file.",
+        "Module to import before the configuration is checked, to register models and extensions: "
+        "its name, or the path of a .py file relative to the TOML file.",
         affects="model",
     )
     custom_args_module: str = field(

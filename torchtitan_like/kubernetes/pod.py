@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.config.loader import import_extensions
 from torchtitan_like.launcher.run import launch
 from torchtitan_like.process_start import exit_on_signals
 from torchtitan_like.util.exit_codes import CRASH, WORTH_A_RETRY, ExitCode
@@ -29,6 +30,7 @@ def run_pod(settings: Sequence[str], words: Sequence[str], environ: Mapping[str,
     except ValueError as error:
         show_error(str(error))
         return int(ExitCode.BAD_CONFIG)
+    import_extensions(list(settings))  # the launcher reports an import that fails
     try:
         config = load_config(list(settings))
     except ConfigError:  # the launcher reports all problems

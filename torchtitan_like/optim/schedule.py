@@ -10,7 +10,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import LRScheduler
@@ -50,6 +53,10 @@ class Schedule:
     min_lr_factor: float
     end_of_decay: int  # the step at which the decay reaches the minimum
 
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores."""
+        return asdict(self)
+
     def factor(self, step: int) -> float:
         """Return the multiplier of step `step` >= 1."""
         if step <= self.warmup_steps:
@@ -61,13 +68,38 @@ class Schedule:
         return self.min_lr_factor + (1.0 - self.min_lr_factor) * multiplier
 
 
-def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
+@dataclass(frozen=True)
+class RegisteredSchedule:
+    """A schedule of user code, by its registered name. Its warmup is unknown."""
+
+    name: str
+    horizon: int
+    settings: Settings
+
+    warmup_steps: ClassVar[int] = 0
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores. Its configuration has the user's sections."""
+        return {"name": self.name, "horizon": self.horizon}
+
+    def factor(self, step: int) -> float:
+        """Return the multiplier of step `step` >= 1."""
+        return float(registry.find("lr_schedule", self.name)(step, self.horizon, self.settings))
+
+
+def build_schedule(
+    section: LRScheduler, training_steps: int, settings: Settings
+) -> Schedule | RegisteredSchedule:
     """Build the schedule of `[lr_scheduler]`. The default horizon is `training_steps`.
+
+    settings: the config sections of user code.
 
     The warmup is at most as long as the horizon. The decay starts after the warmup. Preflight warns
     if it shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps
+    if registry.is_registered("lr_schedule", section.name):
+        return RegisteredSchedule(section.name, horizon, settings)
     warmup = min(section.warmup_steps, horizon)
     decay = horizon - warmup
     if section.decay_ratio is not None:
@@ -90,18 +122,28 @@ class SavedSchedule:
     peak_lr: the learning rate that the schedule multiplies.
     """
 
-    schedule: Schedule
+    schedule: Schedule | RegisteredSchedule
     first_step: Callable[[], int]
     peak_lr: float
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(asdict(self.schedule))}
+        return {"json": json.dumps(self.schedule.saved())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Log a warning with both learning rates if the checkpoint has another schedule."""
-        settings = json.loads(state_dict["json"])
+        """Log a warning if the checkpoint has another schedule, with both learning rates.
+
+        The learning rates of another schedule of user code are unknown.
+        """
+        saved = json.loads(state_dict["json"])
+        if "name" in saved:
+            if saved != self.schedule.saved():
+                logger.warning(
+                    "The learning-rate schedule has changed since the checkpoint: "
+                    f"{saved} before, {self.schedule.saved()} now"
+                )
+            return
         # Checkpoints without `end_of_decay` reached the minimum at the horizon.
-        old = Schedule(**{"end_of_decay": settings["horizon"], **settings})
+        old = Schedule(**{"end_of_decay": saved["horizon"], **saved})
         step = self.first_step()
         if old != self.schedule:
             logger.warning(

@@ -13,6 +13,7 @@ from torchtitan_like.config.compile_backends import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import splits_backward
+from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -103,6 +104,11 @@ class RunContext:
         """True if matrix products may run on tensor cores. Unknown hardware counts as a GPU."""
         is_half = self.config.training.mixed_precision_param == "bfloat16"
         return is_half and self.device_type != "cpu" and self.args is not None
+
+    @property
+    def has_registered_optimizer(self) -> bool:
+        """True if user code has registered the optimizer of some parameters."""
+        return any(registry.is_registered("optimizer", n) for n in self.config.optimizer.names)
 
     @property
     def uses_float8(self) -> bool:

@@ -13,6 +13,7 @@ def section(**changes):
         "warmup_steps": 2,
         "total_steps": None,
         "decay_ratio": None,
+        "name": "wsd",
         "decay_type": "linear",
         "min_lr_factor": 0.0,
     }
@@ -36,17 +37,17 @@ def section(**changes):
     ],
 )
 def test_the_factor_follows_warmup_and_decay(changes, steps, expected):
-    schedule = build_schedule(section(**changes), steps)
+    schedule = build_schedule(section(**changes), steps, {})
     assert {step: schedule.factor(step) for step in expected} == pytest.approx(expected)
 
 
 def test_the_rate_depends_on_the_horizon_and_not_on_the_length_of_the_run():
-    short, long = (build_schedule(section(total_steps=100), steps) for steps in (10, 100))
+    short, long = (build_schedule(section(total_steps=100), steps, {}) for steps in (10, 100))
     assert [short.factor(s) for s in range(1, 101)] == [long.factor(s) for s in range(1, 101)]
 
 
 def test_an_old_checkpoint_reached_the_minimum_at_the_horizon(caplog):
-    schedule = build_schedule(section(), 6)
+    schedule = build_schedule(section(), 6, {})
     saved = SavedSchedule(schedule, lambda: 5, peak_lr=1.0)
     settings = json.loads(saved.state_dict()["json"])
     del settings["end_of_decay"]

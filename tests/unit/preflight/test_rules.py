@@ -499,6 +499,8 @@ def test_every_preflight_rule_has_a_case() -> None:
     tested |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
     tested |= {
         "bfloat16-reduction",
+        "registered-early-step",
+        "registered-loss-compiled",
         "experts-on-old-torch",
         "experts-of-tensor-parallel-ranks-on-old-torch",
         "few-micro-batches",

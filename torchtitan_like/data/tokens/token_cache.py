@@ -45,6 +45,7 @@ from torchtitan_like.data.text.documents import (
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
 from torchtitan_like.data.tokens.token_file import (
     FREE_SPACE,
+    PROCESSOR,
     Staging,
     StagingTaken,
     TokenFile,
@@ -92,6 +93,10 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
         "bos": policy.bos_id,
         "eos": policy.eos_id,
     }
+    if corpus.documents is not None:
+        key["fingerprint"] = corpus.documents.fingerprint
+    if corpus.processor is not None:
+        key[PROCESSOR] = corpus.processor.identity
     # Omitted at its default, so that caches from before this setting remain valid.
     if corpus.on_bad_record != "error":
         key["on_bad_record"] = corpus.on_bad_record
@@ -297,8 +302,9 @@ def _build(
 ) -> TokenFile:
     """Tokenize the corpus. Continues after the last committed piece of a build that was killed."""
     unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
+    vocab_size, has_masks = policy.tokenizer.vocab_size, corpus.processor is not None
     with _write_errors(folder):
-        staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
+        staging = Staging(unfinished, token_type(vocab_size, has_masks=has_masks))
     try:
         _append_pieces(staging, corpus, policy, folder, num_workers, stop)
         _check(staging, corpus, key)
