@@ -183,7 +183,7 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     args = resolve_args(spec, config.model.flavor, config.model.args)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     num_shards = world_size // config.parallelism.data_parallel_replicate_degree
-    if need := host_memory_need(config.training, spec.num_params(args), num_shards, num_ranks):
+    if need := host_memory_need(config, spec.num_params(args), num_shards, num_ranks):
         free = host_memory().available
         logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
     num_workers = config.training.dataloader.num_workers

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
+from torchtitan_like.checkpoint.torchtitan import OPTIMIZERS, AdamSettings
 from torchtitan_like.config import (
     ConfigError,
     JobConfig,
@@ -136,3 +137,38 @@ def _working_folders(step_folder: Path) -> list[Path]:
             except (OSError, ValueError, KeyError, TypeError):  # the attempt was killed
                 continue
     return folders
+
+
+def adam_settings(path: Path, config_file: Path | None, step: int) -> AdamSettings:
+    """Return the optimizer of the run of a checkpoint, with the learning rate of step `step` + 1.
+
+    config_file: as for `identify_checkpoint`. Raises CheckpointError unless all parameters have the
+    same Adam or AdamW, ConfigError.
+    """
+    from torchtitan_like.optim.schedule import build_schedule
+
+    if config_file:
+        config = load_config(["--job.config_file", str(config_file)])
+    else:
+        config = load_stored_config(path / CONFIG)
+    section = config.optimizer
+    uniform = {
+        f'optimizer.name = "{section.name}"': section.name in OPTIMIZERS,
+        "optimizer.groups": not section.groups,
+        "optimizer.no_weight_decay": not (section.no_weight_decay and section.weight_decay),
+    }
+    if others := [setting for setting, is_uniform in uniform.items() if not is_uniform]:
+        raise CheckpointError(
+            f"The run has {others[0]}, which TorchTitan 0.2 cannot resume. Expected Adam or AdamW "
+            "with the same settings for all parameters: for the weights alone, use --to dcp"
+        )
+    schedule = build_schedule(config.lr_scheduler, config.training.steps)
+    return AdamSettings(
+        name=section.name,
+        lr=section.lr * schedule.factor(step + 1),
+        peak_lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        implementation=section.implementation,
+    )

@@ -297,6 +297,7 @@ CHECKS = {
     "salloc ": lambda words: check_job(words),
     "slurm/": lambda words: check_job(words),
     "titan slurm ": lambda words: parse_titan(words[1:]),
+    "titan k8s ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
@@ -425,6 +426,7 @@ IN_TRAINED = {
 # test_web.py serves pages.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
+    "titan k8s init ",
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 

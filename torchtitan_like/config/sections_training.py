@@ -246,7 +246,7 @@ class LRScheduler(Section):
     warmup_steps: int = field(200, "Steps of linear warmup from 0 to optimizer.lr.", ge=0)
     total_steps: int | None = field(
         None,
-        "Step at which the decay ends. Unset: training.steps. Set it to extend a run later.",
+        "Last step of the decay. Unset: training.steps. Set it to extend a run later.",
         gt=0,
     )
     decay_ratio: float | None = field(
@@ -261,7 +261,7 @@ class LRScheduler(Section):
     )
     min_lr_factor: float = field(
         0.0,
-        "Fraction of the peak learning rate at the end of the decay.",
+        "Fraction of the peak learning rate that the decay would reach one step after total_steps.",
         ge=0,
         le=1,
         needs=DECAYING,

@@ -33,9 +33,11 @@ class Schedule:
     T - w or round(T * decay_ratio):
 
     * warmup, step s <= w: s / w;
-    * stable, w < s <= T - d: 1;
-    * decay, T - d < s <= T: falls along the decay curve from 1 to `min_lr_factor`;
-    * s > T: `min_lr_factor`, or 1 if d = 0.
+    * stable, w < s <= T + 1 - d: 1;
+    * decay, T + 1 - d < s <= T + 1: falls along the decay curve from 1 to `min_lr_factor`;
+    * s > T + 1: `min_lr_factor`, or 1 if d = 0.
+
+    The minimum belongs to step T + 1, as in TorchTitan: the last step must not have a rate of 0.
 
     The horizon does not depend on `training.steps` if `total_steps` is set. A run can then be
     extended without a change of its schedule.
@@ -46,12 +48,13 @@ class Schedule:
     horizon: int
     decay_type: str
     min_lr_factor: float
+    end_of_decay: int  # the step at which the decay reaches the minimum
 
     def factor(self, step: int) -> float:
         """Return the multiplier of step `step` >= 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
-        decay_step = step - (self.horizon - self.decay_steps)
+        decay_step = step - (self.end_of_decay - self.decay_steps)
         if decay_step <= 0 or self.decay_steps == 0:
             return 1.0
         multiplier = DECAYS[self.decay_type](min(1.0, decay_step / self.decay_steps))
@@ -69,7 +72,14 @@ def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
     decay = horizon - warmup
     if section.decay_ratio is not None:
         decay = min(decay, round(horizon * section.decay_ratio))
-    return Schedule(warmup, decay, horizon, section.decay_type, section.min_lr_factor)
+    return Schedule(
+        warmup_steps=warmup,
+        decay_steps=decay,
+        horizon=horizon,
+        decay_type=section.decay_type,
+        min_lr_factor=section.min_lr_factor,
+        end_of_decay=horizon + 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -89,7 +99,9 @@ class SavedSchedule:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Log a warning with both learning rates if the checkpoint has another schedule."""
-        old = Schedule(**json.loads(state_dict["json"]))
+        settings = json.loads(state_dict["json"])
+        # Checkpoints without `end_of_decay` reached the minimum at the horizon.
+        old = Schedule(**{"end_of_decay": settings["horizon"], **settings})
         step = self.first_step()
         if old != self.schedule:
             logger.warning(

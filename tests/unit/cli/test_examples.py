@@ -108,6 +108,8 @@ TESTED_ELSEWHERE = (
     "slurm watchdog",
     "slurm before",
     "slurm after",  # tests/unit/slurm/test_commands.py
+    "k8s init",
+    "k8s pod",  # tests/unit/kubernetes
 )
 
 
