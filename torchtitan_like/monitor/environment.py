@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 from torchtitan_like.util.credentials import is_secret_name, mask_text
 from torchtitan_like.util.git import git_output, has_tracked_files
+from torchtitan_like.util.user_folders import open_private, stored_secret, user_state
 from torchtitan_like.util.version import recorded_commit
 
 MAX_DIFF_BYTES = 4 * 1024**2
@@ -99,23 +99,9 @@ def hash_key(variables: Mapping[str, str]) -> HashKey:
     The key is outside all run folders. So a copy of a run folder does not allow anyone to test
     guesses against its hashes.
     """
-    state = variables.get("XDG_STATE_HOME") or os.path.join(
-        variables.get("HOME") or "~", ".local", "state"
-    )
-    file = Path(state).expanduser() / "torchtitan_like" / "environment.key"
-    with suppress(OSError, RuntimeError):
-        if not file.exists():
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = file.with_name(f".{file.name}-{os.getpid()}")
-            with open(temporary, "wb", opener=_open_private) as stream:
-                stream.write(os.urandom(KEY_BYTES))
-            with suppress(FileExistsError):  # another process has created one meanwhile
-                os.link(temporary, file)
-            temporary.unlink()
-        secret = file.read_bytes()
-        if len(secret) == KEY_BYTES:
-            return HashKey(secret, True)
-    return HashKey(os.urandom(KEY_BYTES), False)
+    new = os.urandom(KEY_BYTES)
+    stored = stored_secret(user_state(variables) / "environment.key", new)
+    return HashKey(new, False) if stored is None else HashKey(stored, True)
 
 
 def recorded_variables(variables: Mapping[str, str], key: HashKey) -> list[str]:
@@ -264,13 +250,6 @@ def _write_git(folder: Path, sources: Iterable[Path]) -> None:
         _write(folder / "uncommitted.diff", [diffs.removesuffix("\n")])
 
 
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only the user can read (an `opener` of `open`)."""
-    descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # for a file that exists already
-    return descriptor
-
-
 def _write(path: Path, lines: Iterable[str]) -> None:
-    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=_open_private) as file:
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=open_private) as file:
         file.write("".join(f"{line}\n" for line in lines))

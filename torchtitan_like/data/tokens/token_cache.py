@@ -53,6 +53,7 @@ from torchtitan_like.data.tokens.token_file import (
     token_type,
 )
 from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
+from torchtitan_like.util.user_folders import user_cache
 
 logger = logging.getLogger()
 
@@ -220,10 +221,10 @@ def _folders(
     """Folders where an entry may be built, in order of preference, and folders to read only."""
     if cache_folder:
         return [Path(cache_folder).absolute()], []
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache = user_cache(os.environ)
     writable = [data_folder / CACHE_FOLDER_NAME]
-    if user_cache.is_absolute():  # it is relative for a user without a home folder
-        writable.append(user_cache / "torchtitan_like" / "token_cache")
+    if cache.is_absolute():  # it is relative for a user without a home folder
+        writable.append(cache / "token_cache")
     writable.append(Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME)
     return writable, [data_folder / VISIBLE_CACHE_FOLDER_NAME]
 
