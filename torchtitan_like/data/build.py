@@ -269,8 +269,8 @@ def _tokens(
     dump_folder: str,
     with_positions: bool,
     group: HostGroup,
-    is_recorder: bool,
-    settings: Settings,
+    is_recorder: bool = True,
+    settings: Settings = NO_SETTINGS,
 ) -> TokenFile:
     """Open the tokens of a source. Tokenize its documents first if they are not in the cache."""
     source = named.source
