@@ -36,6 +36,7 @@ GUIDES = sorted(
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
+DEFAULT = "train_configs/debug_model.toml"  # of ./run_train.sh
 RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
 # Sizes that reduce the default command to a run of seconds.
 TINY = (
@@ -301,6 +302,10 @@ CHECKS = {
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
+    "titan lighthouse ": lambda words: parse_titan(words[1:]),
+    "TORCHFT_LIGHTHOUSE=": lambda words: check(
+        [DEFAULT, "--world-size", words[1].partition("=")[2], *words[3:]]
+    ),
     "titan run ": lambda words: parse_titan(words[1:]),
     "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
@@ -333,6 +338,8 @@ CHECKS = {
     "python -m tests.gpu_null.harness 2 ": lambda words: check(["--world-size", "2", *words[4:]]),
     "NULL_GPU_PYTHON=": lambda words: check_shell("run_tests.sh", "--null-gpu"),
     "benchmarks/gpu.sh": lambda words: check_shell("benchmarks/gpu.sh", "tests"),
+    # tests/distributed/test_larger_world.py runs the program of this guide.
+    "torchrun --nproc_per_node=4 post_training.py": lambda words: None,
     "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(
         ["--world-size", "8", *words[4:]]
     ),
@@ -475,7 +482,6 @@ def test_documented_variables_exist() -> None:
 
 UNAVAILABLE = (
     "model.converters=quantize.linear.mx",
-    "fault_tolerance.enable=true",
     "memory_estimation.enable=true",
 )
 

@@ -159,6 +159,7 @@ COMMANDS = (
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
+    Command("lighthouse", "Nodes", "tell replica groups which of them are alive", "lighthouse"),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command("k8s", "Nodes", "write files of Kubernetes jobs, run their pods", verbs=K8S),
     Command(
