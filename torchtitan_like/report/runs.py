@@ -59,7 +59,7 @@ HEADER = f"{'run':<32} {'state':<12} {'step':>15} {'loss':>9} {'updated':>16}  c
 
 def list_runs(folder: Path, now: float) -> list[RunSummary]:
     """List the run directories at and below `folder`. now: Unix time. Raises ValueError if none."""
-    summaries = [_summarize(run, now) for run in _find_runs(folder, MAX_DEPTH)]
+    summaries = [summarize_run(run, now) for run in _find_runs(folder, MAX_DEPTH)]
     if not summaries:
         raise ValueError(
             f"{folder} contains no run. Expected a folder with {CONFIG} and {METRICS}, up to "
@@ -83,7 +83,8 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
                 yield from _find_runs(folder / entry.name, depth - 1)
 
 
-def _summarize(run: Path, now: float) -> RunSummary:
+def summarize_run(run: Path, now: float) -> RunSummary:
+    """Return the state and progress of a run directory. now: Unix time."""
     try:
         config = read_run_config(run)
         rows = newest_metrics(run, TAIL_BYTES)
