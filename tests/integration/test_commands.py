@@ -321,6 +321,7 @@ CHECKS = {
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
+    "titan draw ": lambda words: parse_titan(words[1:]),
     "titan train ": lambda words: check_train(words),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
@@ -424,7 +425,7 @@ IN_TRAINED = {
 # Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
-    *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
+    *("titan run plot ", "titan draw ", "titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 
 
