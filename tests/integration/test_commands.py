@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import (
-    comm_compute,
-    exposed_comm,
-)
+from scripts import comm_compute
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.cli import executable_commands, parse
@@ -301,7 +298,6 @@ CHECKS = {
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
     "titan run ": lambda words: parse_titan(words[1:]),
-    "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python slurm/notify.py ": lambda words: notify.senders_of(
         notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}

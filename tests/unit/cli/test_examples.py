@@ -98,6 +98,7 @@ TESTED_ELSEWHERE = (
     "run watch",
     "run report",
     "run plot",
+    "run trace",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
@@ -149,7 +150,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("draw", "run plot"),
+    *("draw", "run plot", "run trace"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
