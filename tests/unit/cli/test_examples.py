@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from tests.harness.outputs import closed_pipe, full_disk
+from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
@@ -110,6 +111,8 @@ TESTED_ELSEWHERE = (
     "slurm watchdog",
     "slurm before",
     "slurm after",  # tests/unit/slurm/test_commands.py
+    "k8s init",
+    "k8s pod",  # tests/unit/kubernetes
 )
 
 
@@ -420,3 +423,32 @@ def check_download(words: list[str], tmp_path: Path) -> None:
     expected = {name: HUB_FILES[name] for name in ("config.json", "tokenizer.json")}
     assert downloaded == expected
     assert output.splitlines()[-1] == "Use it with: --model.hf_assets_path assets/hf/Llama-3.1-8B"
+
+
+# ---- titan lighthouse
+
+
+def test_lighthouse(folder: Path) -> None:
+    pytest.importorskip("torchft", reason="needs the extra ft")
+    words = shlex.split(example_of("lighthouse").replace(":29510", ":0"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_like", *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE=http://127.0.0.1:")
+    assert set(listening_addresses([process.pid])) == {"127.0.0.1"}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_lighthouse_without_torchft_names_the_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["lighthouse"]) == 78
+    assert "pip install 'torchtitan_like[ft]'" in capsys.readouterr().err
