@@ -13,7 +13,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -116,6 +116,7 @@ from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 
@@ -203,6 +204,7 @@ class Trainer:
             settings=config.extra_sections,
         )
         self.batches = data.batches
+        self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self.validation_sets = data.validation_sets
         self.bytes_of_token = data.bytes_of_token
         if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
@@ -619,6 +621,7 @@ class Trainer:
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.heartbeat.start()
         with profiling as profiler:
+            self.read_batch = profiler.annotate(DATA_WAIT, self.read_batch)
             following, is_warmup = self.fetch(first_step), True
             while True:
                 agreement = following.agreement.wait()
@@ -816,7 +819,7 @@ class Trainer:
         is_wanted = step <= self.config.training.steps
         batch = None
         try:
-            batch = next(self.batches, None) if is_wanted else None
+            batch = self.read_batch() if is_wanted else None
             if is_wanted and batch is None:
                 self.requests.add(Request.DATA_EXHAUSTED)
         except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step

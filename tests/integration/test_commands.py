@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import (
-    comm_compute,
-    exposed_comm,
-)
+from scripts import comm_compute
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.cli import executable_commands, parse
@@ -307,7 +304,6 @@ CHECKS = {
         [DEFAULT, "--world-size", words[1].partition("=")[2], *words[3:]]
     ),
     "titan run ": lambda words: parse_titan(words[1:]),
-    "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python slurm/notify.py ": lambda words: notify.senders_of(
         notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}
@@ -327,6 +323,7 @@ CHECKS = {
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
+    "titan draw ": lambda words: parse_titan(words[1:]),
     "titan train ": lambda words: check_train(words),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
@@ -433,7 +430,7 @@ IN_TRAINED = {
 # test_web.py serves pages.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
-    "titan k8s init ",
+    *("titan k8s init ", "titan draw ", "titan run plot "),
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 

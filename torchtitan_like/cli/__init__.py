@@ -103,6 +103,10 @@ RUN = (
         "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
     ),
     Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
+    Command("run plot", "Inspect", "draw metrics of one or several runs", "run.plot"),
+    Command(
+        "run trace", "Inspect", "measure and merge the profiler traces of all ranks", "run.trace"
+    ),
     Command(
         "run replay",
         "Inspect",
@@ -151,6 +155,13 @@ COMMANDS = (
         "check", "Train", "check a configuration without training", "check", takes_settings=True
     ),
     Command("plan", "Train", "find the layout of a model on N GPUs", "plan"),
+    Command(
+        "draw",
+        "Train",
+        "draw the mesh and the pipeline schedule of a configuration",
+        "draw",
+        takes_settings=True,
+    ),
     Command(
         "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
     ),

@@ -69,6 +69,12 @@ class Profiling(Section):
         ge=0,
         needs=TRACING,
     )
+    with_stack: bool = field(
+        False,
+        "Record the Python call stack too, so that `titan run trace` shows it for gaps. Steps become "
+        "slower and traces larger.",
+        needs=TRACING,
+    )
     enable_memory_snapshot: bool = field(
         False, "Write a memory snapshot every profile_freq steps and when memory runs out."
     )

@@ -98,6 +98,8 @@ TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
     "run report",
+    "run plot",
+    "run trace",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
@@ -151,6 +153,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
+    *("draw", "run plot", "run trace"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
@@ -325,6 +328,11 @@ def test_data_train_tokenizer(folder: Path) -> None:
 def test_plan(tmp_path: Path) -> None:
     output = run_example("plan", tmp_path)
     assert output.startswith("Llama 3 8B: 8.03 B parameters") and " 1. HSDP 2 x 8 " in output
+
+
+def test_draw(tmp_path: Path, example: Example) -> None:
+    assert "Wrote mesh.svg" in example("draw", tmp_path)
+    assert "8 ranks = dp_shard 4 x tp 2" in (tmp_path / "mesh.svg").read_text()
 
 
 # ---- titan completion
