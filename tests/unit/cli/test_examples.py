@@ -153,7 +153,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("draw", "run plot", "run trace"),
+    *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
