@@ -55,7 +55,8 @@ mkdir "$work/run"
   CUDA_VISIBLE_DEVICES='' "$programs/titan" train debug_model.toml --training.steps 2 --validation.no-enable
 )
 version=$("$programs/python" -c 'import torchtitan_like; print(torchtitan_like.__version__)')
-"$work/tools/bin/cyclonedx-py" environment "$programs/python" --pyproject "$ROOT/pyproject.toml" --mc-type application \
+sed "s/^dynamic = .*/version = \"$version\"/" "$ROOT/pyproject.toml" >"$work/pyproject.toml" # names the main component
+"$work/tools/bin/cyclonedx-py" environment "$programs/python" --pyproject "$work/pyproject.toml" --mc-type application \
   --output-reproducible --output-format JSON --output-file "$out/torchtitan_like-$version.cdx.json"
 cd "$out"
 sha256sum -- * >"$work/SHA256SUMS"

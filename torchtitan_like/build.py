@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
+from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
@@ -21,6 +26,9 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.quorum import Quorum, SharedState
+from torchtitan_like.distributed.replica_groups import OneGroup, ReplicaGroups, SemiSyncGroups
+from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.extensions.protocols import Settings
@@ -38,12 +46,13 @@ from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings
 from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
+from torchtitan_like.optim.semi_sync import Method, build_semi_sync
 from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.positions import local_positions
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_run import Job
+    from torchtitan_like.config.sections_run import Comm, FaultTolerance, Job
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
     from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
     from torchtitan_like.config.sections_training import (
@@ -95,7 +104,10 @@ def identify(model: Model) -> Identity:
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches."""
+    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches.
+
+    num_data_ranks: of all replica groups.
+    """
 
     local_batch_size: int
     num_data_ranks: int
@@ -110,12 +122,16 @@ class BatchGeometry:
         return self.samples_per_rank * self.num_data_ranks
 
 
-def batch_geometry(training: Training, dims: ParallelDims) -> BatchGeometry:
-    """Compute the micro-batches of a step. Preflight has checked that the sizes divide."""
-    per_micro_batch = training.local_batch_size * dims.dp
+def batch_geometry(training: Training, dims: ParallelDims, num_groups: int) -> BatchGeometry:
+    """Compute the micro-batches of a step. Preflight has checked that the sizes divide.
+
+    num_groups: replica groups that share a step's samples.
+    """
+    num_data_ranks = dims.dp * num_groups
+    per_micro_batch = training.local_batch_size * num_data_ranks
     wanted = training.global_batch_size
     num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
-    return BatchGeometry(training.local_batch_size, dims.dp, num_micro_batches)
+    return BatchGeometry(training.local_batch_size, num_data_ranks, num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -141,6 +157,7 @@ def build_data(
     world: World,
     geometry: BatchGeometry,
     seed: int,
+    replica_group: tuple[int, int],
     settings: Settings,
 ) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
@@ -160,7 +177,12 @@ def build_data(
         "settings": settings,
     }
     batches = build_train_batches(
-        training, data, seed=seed, num_accumulation=geometry.num_micro_batches, **shared
+        training,
+        data,
+        seed=seed,
+        num_accumulation=geometry.num_micro_batches,
+        replica_group=replica_group,
+        **shared,
     )
     validation_sets = build_validation_sets(validation, data, **shared)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
@@ -261,6 +283,46 @@ def build_balancer(
     sequence_parallel = parallelism.enable_sequence_parallel
     balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)
     return balancer if balancer.layers else None
+
+
+# ---- replica groups
+
+
+def build_semi_sync_method(
+    section: FaultTolerance, optimizer: Optimizer, spec: ModelSpec, args: Any
+) -> Method | None:
+    """Build the method that synchronizes replica groups; None if they do so at every step."""
+    if not section.enable or section.semi_sync_method is None:
+        return None
+    fragments = model_fragments(section, spec, args)
+    return build_semi_sync(optimizer.named, section, fragments)
+
+
+def build_replica_groups(
+    section: FaultTolerance,
+    comm: Comm,
+    world: World,
+    state: SharedState,
+    method: Method | None,
+    identity: Sequence[object],
+) -> OneGroup:
+    """Build the connection to other replica groups, which `join` opens.
+
+    identity: settings that must be equal in all groups, as JSON.
+    """
+    if not section.enable:
+        return OneGroup()
+    quorum = Quorum(
+        os.environ[LIGHTHOUSE],
+        f"torchtitan_ft_{section.replica_id}",
+        world.step_group,
+        min_size=section.min_replica_size,
+        timeout=timedelta(milliseconds=section.process_group_timeout_ms),
+        patience=timedelta(seconds=comm.init_timeout_seconds),
+    )
+    digest = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) >> 1
+    arguments = (section.replica_id, section.group_size, quorum, state, digest)
+    return ReplicaGroups(*arguments) if method is None else SemiSyncGroups(*arguments, method)
 
 
 # ---- metrics

@@ -125,7 +125,7 @@ class IndexedJob:
         self._run_until(lambda: not self.pods)
 
     def _run_until(self, is_reached: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 300
+        deadline = time.monotonic() + 600
         while not is_reached():
             assert time.monotonic() < deadline, self.describe()
             ended = [index for index, pod in self.pods.items() if pod.poll() is not None]

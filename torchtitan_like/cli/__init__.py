@@ -103,6 +103,10 @@ RUN = (
         "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
     ),
     Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
+    Command("run plot", "Inspect", "draw metrics of one or several runs", "run.plot"),
+    Command(
+        "run trace", "Inspect", "measure and merge the profiler traces of all ranks", "run.trace"
+    ),
     Command(
         "run replay",
         "Inspect",
@@ -152,6 +156,13 @@ COMMANDS = (
     ),
     Command("plan", "Train", "find the layout of a model on N GPUs", "plan"),
     Command(
+        "draw",
+        "Train",
+        "draw the mesh and the pipeline schedule of a configuration",
+        "draw",
+        takes_settings=True,
+    ),
+    Command(
         "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
     ),
     Command(
@@ -159,6 +170,7 @@ COMMANDS = (
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
+    Command("lighthouse", "Nodes", "tell replica groups which of them are alive", "lighthouse"),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
     Command("k8s", "Nodes", "write files of Kubernetes jobs, run their pods", verbs=K8S),
     Command(

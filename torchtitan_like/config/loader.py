@@ -86,7 +86,21 @@ def load_config(argv: list[str]) -> JobConfig:
     layers, unreadable = _read_layers(argv)
     config = build_config(layers, [*unreadable, *problems], complete=not unreadable)
     config._notices += tuple(_ignored_config_files(layers[:-1]))
-    return config
+    return _in_folder_of_group(config)
+
+
+def _in_folder_of_group(config: JobConfig) -> JobConfig:
+    """Return the configuration with the run folder of its replica group, <dump_folder>/replica_<id>.
+
+    The groups of a job have the same job.dump_folder, and each is a run. A configuration that a
+    group has stored has its folder already.
+    """
+    section, folder = config.fault_tolerance, FilePath(config.job.dump_folder)
+    name = f"replica_{section.replica_id}"
+    if not section.enable or folder.name == name:
+        return config
+    job = config.job.model_copy(update={"dump_folder": str(folder / name)})
+    return config.model_copy(update={"job": job})
 
 
 def _read_layers(argv: list[str]) -> tuple[list[Layer], list[Problem]]:

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
 
+# Values of TorchTitan's custom_config_module whose settings this schema has: none, and the ones of
+# [fault_tolerance].
+BUILT_IN_MODULES = ("", "torchtitan.components.ft.config")
+
+
 def _not_available(
     key: str, is_requested: Callable[[JobConfig], bool], remedy: str
 ) -> Rule[JobConfig]:
@@ -47,9 +52,6 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
         'remove all converters except "quantize.linear.float8" and registered ones',
     ),
     _not_available(
-        "fault_tolerance.enable", lambda config: config.fault_tolerance.enable, "set it to false"
-    ),
-    _not_available(
         "memory_estimation.enable",
         lambda config: config.memory_estimation.enable,
         "set it to false",
@@ -59,12 +61,12 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     ),
     _not_available(
         "job.custom_config_module",
-        lambda config: bool(config.job.custom_config_module),
+        lambda config: config.job.custom_config_module not in BUILT_IN_MODULES,
         "leave it out",
     ),
     _not_available(
         "experimental.custom_args_module",
-        lambda config: bool(config.experimental.custom_args_module),
+        lambda config: config.experimental.custom_args_module not in BUILT_IN_MODULES,
         "leave it out",
     ),
 )

@@ -82,6 +82,7 @@ def build_train_batches(
     group: HostGroup | None = None,
     is_recorder: bool = True,
     makes_windows_ahead: bool = True,
+    replica_group: tuple[int, int] = (0, 1),
     settings: Settings = NO_SETTINGS,
 ) -> TrainBatches:
     """Return this rank's training batches at position 0. A collective: builds missing token caches.
@@ -91,6 +92,7 @@ def build_train_batches(
     with_positions: return the position of each token in its document.
     group: all ranks; None: one process.
     is_recorder: see `RunDigests`. makes_windows_ahead: see `StreamedSamples`.
+    replica_group: see `TrainBatches`.
     settings: the config sections of user code.
 
     Raises DataError for invalid text or configuration, and WorkerKilled.
@@ -121,7 +123,8 @@ def build_train_batches(
         return ranks.run_on_all(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
-    sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
+    samples_per_pass = replica_group[1] * dp_size * training.local_batch_size
+    sizes = training.batch_sizes(num_accumulation * samples_per_pass)
     steps = StepPositions(sizes, training.skip_steps)
     changes = _weight_changes(named)
     order = SampleOrder(
@@ -139,6 +142,7 @@ def build_train_batches(
         with_positions=with_positions,
         allow_change=data.allow_change,
         dataloader=training.dataloader,
+        replica_group=replica_group,
     )
     for one, part in zip(named, parts, strict=True):
         logger.info(f"training data {one.key or training.dataset_path or one.name} {part}")

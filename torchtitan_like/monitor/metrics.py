@@ -66,7 +66,7 @@ class Metrics:
     def record(self, record: StepRecord) -> None:
         """Keep the values of a step. Does not wait for the device."""
         self.throughput.record(record.num_tokens, record.data_loading_s)
-        self.n_tokens_seen += record.num_tokens
+        self.n_tokens_seen += record.num_tokens + record.num_other_tokens
         self.rows.add(record, self.n_tokens_seen, self._wall_clock())
 
     def due(self, step: int) -> bool:

@@ -192,6 +192,14 @@ class Optimizer:
         self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
         return clip_gradients(self.parameters, max_norm, self.all_ranks)
 
+    def local_gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients of `named`, without copies.
+
+        Raises RuntimeError if a parameter has no gradient.
+        """
+        self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
+        return [local(parameter.grad) for parameter in self.parameters]
+
     def _refuse_missing(self, names: Iterable[str]) -> None:
         if missing := list(names):
             raise RuntimeError(

@@ -145,9 +145,14 @@ class RunContext:
         return is_simple_fsdp and self.compiles_model and can_rewrite
 
     @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples, in all replica groups."""
+        return self.dp * self.config.fault_tolerance.share[1]
+
+    @property
     def samples_per_pass(self) -> int:
         """Samples of one forward pass on all data-parallel ranks."""
-        return self.config.training.local_batch_size * self.dp
+        return self.config.training.local_batch_size * self.num_data_ranks
 
     @property
     def samples_per_micro_batch(self) -> int:

@@ -15,6 +15,8 @@ from torchtitan_like.report.recorded import as_time, rows_as_floats
 from torchtitan_like.report.summary import smoothed_loss, smoothing_window
 from torchtitan_like.report.tolerant import Floats, Row
 from torchtitan_like.util.jsonl import to_json_value
+from torchtitan_like.util.pictures import PALETTE
+from torchtitan_like.util.suggestions import nearest
 
 SMOOTHED_LOSS = "loss.smoothed"
 VALIDATION_KEY = "validation."
@@ -23,9 +25,6 @@ MIN_POINTS = 200  # of a curve
 MAX_EVENTS = 400  # of each kind that are drawn
 MAX_DETAIL = 400  # characters
 
-# Okabe and Ito's palette without its black and yellow: distinct for color-blind readers, visible on
-# light and on dark pages.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # Kind of event -> color; kinds that are not listed are gray.
 EVENT_COLORS = {
     "save": "#56b4e9",
@@ -156,6 +155,29 @@ def build_charts(histories: Sequence[History]) -> list[Chart]:
     for chart in charts:
         chart.curves = [curve.thinned(max_points) for curve in chart.curves]
     return charts
+
+
+def build_chart(histories: Sequence[History], metric: str) -> Chart:
+    """Return the chart of one key of metrics.jsonl. Raises ValueError if no run has a value of it.
+
+    metric: the keys of nested objects are joined by dots: `sources.web.loss`.
+    """
+    if metric == "loss":
+        chart = _loss_chart(histories)
+    else:
+        known = (spec for spec in CHARTS if metric in spec.keys)
+        spec = next(known, ChartSpec("", metric, "", {metric: ""}))
+        title = f"{spec.title}: {spec.keys[metric]}".removesuffix(": ")
+        chart = _metric_chart(spec._replace(title=title, keys={metric: ""}), histories)
+    chart.curves = [curve for curve in chart.curves if np.isfinite(curve.values).any()]
+    if not chart.curves:
+        names = sorted({name for history in histories for name in history.run.metrics.names()})
+        similar = nearest(metric, names)
+        raise ValueError(
+            f"No run has a finite value of {metric!r}. Expected one of: {', '.join(names) or 'none'}. "
+            + (f"Did you mean {similar!r}?" if similar else "Give another metric or run.")
+        )
+    return chart
 
 
 def build_marks(history: History) -> list[EventMarks]:

@@ -59,7 +59,7 @@ HEADER = f"{'run':<32} {'state':<12} {'step':>15} {'loss':>9} {'updated':>16}  c
 
 def list_runs(folder: Path, now: float) -> list[RunSummary]:
     """List the run directories at and below `folder`. now: Unix time. Raises ValueError if none."""
-    return [_summarize(run, now) for run in find_runs(folder)]
+    return [summarize_run(run, now) for run in find_runs(folder)]
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -89,7 +89,8 @@ def search_runs(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
                 yield from search_runs(folder / entry.name, depth - 1)
 
 
-def _summarize(run: Path, now: float) -> RunSummary:
+def summarize_run(run: Path, now: float) -> RunSummary:
+    """Return the state and progress of a run directory. now: Unix time."""
     try:
         config = read_run_config(run)
         rows = newest_metrics(run, TAIL_BYTES)

@@ -62,6 +62,9 @@ STEP = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"
 PIN = "PIN"  # users may write a reason into it
 
+# Name of the time in which a step waits for its batch, in profiler traces.
+DATA_WAIT = "data wait"
+
 # In the folder of an attempt.
 ENVIRONMENT = "environment"
 LOGS = "logs"

@@ -46,7 +46,6 @@ UNAVAILABLE = [
     (f"{MOE} --model.converters quantize.grouped_mm.mx", "model.converters"),
     (f"{MOE} --parallelism.expert_parallel_comm_backend deepep",
      "parallelism.expert_parallel_comm_backend"),
-    ("--fault_tolerance.enable", "fault_tolerance.enable"),
     ("--memory_estimation.enable", "memory_estimation.enable"),
     ("--comm.mode local_tensor", "comm.mode"),
     ("--job.custom_config_module my.module", "job.custom_config_module"),

@@ -80,6 +80,10 @@ def test_new_rows_continue_the_curves(watched: Watched) -> None:
     assert points["0/loss"]["hours"] == [60 / 3600, 62 / 3600]
     assert message.id == str(shown) == f"{shown.version}.1"
     assert watched.messages(shown) == ([], shown)
+    append_rows(watched.run, step_row(24, 1066.0, loss=2.0))
+    (message,), _ = watched.messages(shown)
+    expected = [np.mean([*losses[13:22], 2.0])]  # without the NaN of step 23
+    assert message.data["points"]["0/loss.smoothed"]["value"] == pytest.approx(expected)
 
 
 def test_a_row_is_sent_when_it_is_complete(watched: Watched) -> None:

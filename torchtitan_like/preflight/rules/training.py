@@ -68,11 +68,11 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         ),
         lambda run: (
             "a multiple of local_batch_size x data-parallel ranks = "
-            f"{run.config.training.local_batch_size} x {run.dp} = {run.samples_per_pass} "
-            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
+            f"{run.config.training.local_batch_size} x {run.num_data_ranks} = "
+            f"{run.samples_per_pass} (global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
         ),
         _suggest_batch_sizes,
-        ("training.local_batch_size", *DEGREES),
+        ("training.local_batch_size", "fault_tolerance.group_size", *DEGREES),
     ),
     Rule(
         "uneven-ramp",

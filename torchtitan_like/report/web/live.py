@@ -102,8 +102,8 @@ class View:
 
     signature: names the charts, curves and kinds of events. Pages with equal ones have equal
     figures. origin: start of the run in Unix time. identity: device and inode of the file of rows.
-    offset: bytes of it that were read. losses: float64, the last ones before `offset`, of which the
-    smoothed loss continues. batches: points of later rows, by curve.
+    offset: bytes of it that were read. losses: float64, the last finite ones before `offset`, with
+    which the smoothed loss continues. batches: points of later rows, by curve.
     """
 
     version: str
@@ -248,7 +248,7 @@ class LiveRun:
             marks=marks,
             origin=history.origin,
             window=window,
-            losses=table.get("loss")[-window:],
+            losses=_last_finite(table.get("loss"), window),
             identity=identity,
             offset=table.offset if isinstance(table, StoredTable) else 0,
         )
@@ -323,7 +323,7 @@ def _points(view: View, rows: Sequence[Row]) -> dict[str, dict[str, list[float]]
         table.append(row)
     losses = np.concatenate([view.losses, table.get("loss")])
     smoothed = trailing_mean(losses, view.window)[len(view.losses) :]
-    view.losses = losses[-view.window :]
+    view.losses = _last_finite(losses, view.window)
     hours = (table.get("time") - view.origin) / 3600
     points = {}
     for number, chart in enumerate(view.charts):
@@ -340,6 +340,12 @@ def _points(view: View, rows: Sequence[Row]) -> dict[str, dict[str, list[float]]
                     value=values[kept],
                 )
     return points
+
+
+def _last_finite(values: Floats, num: int) -> Floats:
+    """Return the last `num` finite values."""
+    finite: Floats = values[np.isfinite(values)][-num:]
+    return finite
 
 
 def _curve_data(charts: Sequence[Chart]) -> dict[str, dict[str, Any]]:
