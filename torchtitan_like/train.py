@@ -3,7 +3,7 @@
 Run `torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or
 `python -m torchtitan_like.train ...` for one process.
 
-`Trainer.train_step` is one step. `Trainer.train` is the order of steps, checkpoints and stops.
+`StepRunner.run` (step.py) is one step. `Trainer.train` is the order of steps, checkpoints and stops.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimizer,
+    longest_sequence,
+    model_sections,
 )
 from torchtitan_like.checkpoint.changes import check_changes, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
@@ -64,13 +66,11 @@ from torchtitan_like.data.batches.batch import (
 from torchtitan_like.data.errors import CacheWriteError
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
-from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
+from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
-from torchtitan_like.distributed.parallelize import Sections
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
 from torchtitan_like.monitor.attempt import open_attempt
@@ -80,7 +80,6 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
-from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -98,6 +97,7 @@ from torchtitan_like.resilience.requests import (
 )
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
@@ -193,25 +193,14 @@ class Trainer:
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
         logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
-        sections = Sections(
-            config.training,
-            config.parallelism,
-            config.activation_checkpoint,
-            config.compile,
-            config.model.converters,
-            config.quantize.linear.float8,
-            config.model.print_after_conversion,
-        )
+        sections = model_sections(config)
         model = build_model(
             sections,
             config.loss,
             world,
             self.spec,
             self.args,
-            max_seq_len=max(
-                config.training.seq_len,
-                config.validation.seq_len if config.validation.enable else 0,
-            ),
+            max_seq_len=longest_sequence(config.training, config.validation),
             num_samples=self.geometry.samples_per_rank,
             with_tokens=bool(self.batches.sources),
         )
@@ -302,6 +291,20 @@ class Trainer:
             config.resilience, device, self.progress, self._stored("numbers") or {}
         )
         self.replay_bundles = self._observe_rows() if self.is_leader else None
+        self.step_runner = StepRunner(
+            world,
+            self.seed,
+            model,
+            optimization,
+            self.balancer,
+            self.gradient_sync,
+            self.feed,
+            self.update_gate.gate,
+            config.training.max_norm,
+            num_sources=len(self.batches.sources),
+            on_micro_batch=self._move_to_micro_batch,
+            order_updates=self.checkpointer.order_updates,
+        )
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
@@ -541,73 +544,17 @@ class Trainer:
         )
 
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
-        """Run forward and backward of every micro-batch, then one clipped and gated update.
+        """Run one step on a batch (`StepRunner`), and record progress.
 
-        The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
-        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
-        by the same number; `loss` does not contain it.
-
-        The model computes the loss in chunks, so that no logits outlive the forward pass. This
-        method does not wait for the device.
+        This method does not wait for the device.
         """
         batch, num_valid = inputs.batch, agreement.num_valid_tokens
         assert batch is not None
-        self.optimizer.scale_lr(self.schedule.factor(step))
-        self.optimizer.zero_grad()
         self.position.move("step", step)
-        if not self.optimizer.is_atomic:  # the backward updates
-            self.checkpointer.order_updates()
         num_tokens = batch.num_samples * self.config.training.seq_len
-        if self.balancer is not None:
-            self.balancer.prepare(num_tokens)
-        local = self.feed.shard(batch)
-        num_sources = len(self.batches.sources)
-        loss_by_source = torch.zeros(num_sources, dtype=torch.float64, device=self.world.device)
-        sources = self.world.to_device(batch.sources) if num_sources else None
-        mtp_losses: list[torch.Tensor] = []
-        if self.pipeline is not None:
-            seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
-            seed_device(seed, self.world.device)
-            loss, token_losses = self.pipeline.step(
-                *self.feed.to_device(local, slice(None)), max(1, num_valid)
-            )
-            if sources is not None and token_losses is not None:
-                loss_by_source = sum_by_source(token_losses, sources.flatten(), num_sources)
-        else:
-            losses: list[torch.Tensor] = []
-            for micro in range(len(batch.first_samples)):
-                self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
-                self.position.move("step", step, micro)
-                seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
-                output = self.parts[0](*self.feed.to_device(local, micro))
-                mtp = None
-                if isinstance(output, LossWithMTP):
-                    output, mtp, mtp_weight = output
-                if sources is not None:
-                    loss_by_source = loss_by_source + sum_by_source(
-                        output.tokens, sources[micro], num_sources
-                    )
-                share = total_of(output) / max(1, num_valid)
-                losses.append(share.detach())
-                if mtp is not None:
-                    mtp_share = mtp / max(1, num_valid)
-                    mtp_losses.append(mtp_share.detach())
-                    share = share + mtp_weight * mtp_share
-                # A non-finite loss must reach every gradient, and so the global norm, on every
-                # rank.
-                share.backward(share.detach() * 0 + 1)  # 1, or NaN
-            loss = sum(losses[1:], start=losses[0])
-
-        grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
-        skip = self.update_gate.gate(grad_norm)
-        self.checkpointer.order_updates()
-        self.optimizer.step(skip=skip)
-        if self.balancer is not None:
-            self.balancer.update(skip, is_logged=self.metrics.due(step))
-        if self.after_update is not None:
-            self.after_update()
-
+        result = self.step_runner.run(
+            step, batch, num_valid, num_tokens=num_tokens, is_logged=self.metrics.due(step)
+        )
         before = self.progress
         self.progress = Progress(
             step=step,
@@ -620,13 +567,15 @@ class Trainer:
             step=step,
             num_tokens=num_tokens,
             num_valid_tokens=num_valid,
-            local_valid_tokens=count_valid(local[1]),
-            local_valid_by_source=count_valid_by_source(local[1], batch.sources, num_sources),
-            loss_share=loss,
-            mtp_loss_share=sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
-            loss_by_source=loss_by_source,
-            grad_norm=grad_norm,
-            skipped=skip,
+            local_valid_tokens=count_valid(result.local[1]),
+            local_valid_by_source=count_valid_by_source(
+                result.local[1], batch.sources, len(self.batches.sources)
+            ),
+            loss_share=result.losses.loss,
+            mtp_loss_share=result.losses.mtp,
+            loss_by_source=result.losses.by_source,
+            grad_norm=result.grad_norm,
+            skipped=result.skip,
             lr=self.optimizer.lr,
             group_lr=self.optimizer.group_lr,
             data_digest=agreement.data_digest,
@@ -634,6 +583,9 @@ class Trainer:
             data_loading_s=inputs.seconds,
             position=before.position,
         )
+
+    def _move_to_micro_batch(self, micro: int) -> None:
+        self.position.move("step", self.position.current.step, micro)
 
     def fetch(self, step: int) -> StepInput:
         """Read the batch of `step` (None after the last) and start the all-reduce of its agreement.

@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -209,6 +209,8 @@ class World:
     # Groups of two pipeline ranks, by the other one's rank.
     neighbor_groups: dict[int, Any] = field(default_factory=dict)
     _training_groups: list[Any] = field(default_factory=list)
+    # Returns the context in which memory of the device is allocated; a plan allocates fake tensors.
+    allocating: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def size(self) -> int:
@@ -377,24 +379,13 @@ def join_world(
         undo.pop_all()
     shape = dims.mesh_shape()
     logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
-    mesh = dims.build_mesh(device.type) if needs_group else None
-    groups = (
-        {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-    )
-    experts_mesh = dims.build_experts_mesh(device.type) if dims.has_experts_mesh else None
-    if experts_mesh is not None:
-        for name in experts_mesh.mesh_dim_names or ():
-            key = f"{name} of experts" if name in groups else name
-            groups[key] = experts_mesh.get_group(name)
-    if dims.cp > 1:
-        groups["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
-    all_ranks = _group_of_all(ranks, timeout)
-    neighbors = neighbor_groups(groups["pp"]) if dims.pp > 1 else {}
+    groups = build_device_groups(dims, device.type, timeout) if needs_group else DeviceGroups()
     checkpoint_group = HostGroup(ranks, checkpoint_timeout)
     default = dist.group.WORLD if owns else None
-    training = {step_group.group, *groups.values(), *neighbors.values(), default} - {None}
-    if all_ranks not in (None, dist.group.WORLD):
-        training.add(all_ranks)
+    own = {*groups.by_name.values(), *groups.neighbors.values()}
+    training = {step_group.group, *own, default} - {None}
+    if groups.all_ranks not in (None, dist.group.WORLD):
+        training.add(groups.all_ranks)
     for group in training - {
         dist.group.WORLD
     }:  # groups of a mesh have torch's timeout of 30 minutes
@@ -404,16 +395,43 @@ def join_world(
         launch.local_rank,
         dims,
         device,
-        mesh,
-        experts_mesh,
+        groups.mesh,
+        groups.experts_mesh,
         step_group,
         checkpoint_group,
         owns,
-        all_ranks,
-        groups,
-        neighbors,
+        groups.all_ranks,
+        groups.by_name,
+        groups.neighbors,
         list(training),
     )
+
+
+@dataclass(frozen=True)
+class DeviceGroups:
+    """The meshes and process groups of a rank's device; see the fields of `World`."""
+
+    mesh: DeviceMesh | None = None
+    experts_mesh: DeviceMesh | None = None
+    all_ranks: Any = None
+    by_name: dict[str, Any] = field(default_factory=dict)
+    neighbors: dict[int, Any] = field(default_factory=dict)
+
+
+def build_device_groups(dims: ParallelDims, device_type: str, timeout: timedelta) -> DeviceGroups:
+    """Build the meshes and process groups of all dimensions over the default group. A collective."""
+    mesh = dims.build_mesh(device_type)
+    by_name = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    experts_mesh = dims.build_experts_mesh(device_type) if dims.has_experts_mesh else None
+    if experts_mesh is not None:
+        for name in experts_mesh.mesh_dim_names or ():
+            key = f"{name} of experts" if name in by_name else name
+            by_name[key] = experts_mesh.get_group(name)
+    if dims.cp > 1:
+        by_name["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
+    all_ranks = _group_of_all(list(range(dims.world_size)), timeout)
+    neighbors = neighbor_groups(by_name["pp"]) if dims.pp > 1 else {}
+    return DeviceGroups(mesh, experts_mesh, all_ranks, by_name, neighbors)
 
 
 def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
