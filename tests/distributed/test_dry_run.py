@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import Counter
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def record_trainer(argv: list[str]) -> Measured:
             agreement = fetched.agreement.wait()
             with recording():
                 trainer.train_step(step, fetched, agreement)
+                gc.collect()  # as the dry run does
             recorder.recording.mark(f"step {step}")
     finally:
         parity.release(trainer)
@@ -124,6 +126,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp, interleaved": (2, {PP: 2, SCHEDULE: "Interleaved1F1B", LAYERS: 4}),
     "pp, zero bubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
     "optimizer in backward": (2, {"optimizer.early_step_in_backward": True}),
+    "simple_fsdp": (2, {"parallelism.data_parallel_impl": "simple_fsdp"}),
+    "activation offload": (2, {AC: "offload"}),
     "chunked loss": (1, {"loss.chunk_mib": 1}),
 }
 EVERY_RUN = 3

@@ -469,7 +469,7 @@ def test_documented_variables_exist() -> None:
 UNAVAILABLE = (
     "model.converters=quantize.linear.mx",
     "fault_tolerance.enable=true",
-    "memory_estimation.enable=true",
+    "experimental.custom_args_module=my.module",
 )
 
 

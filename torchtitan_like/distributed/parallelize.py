@@ -117,16 +117,17 @@ def build_parts(
     offload = None
     if sections.activation_checkpoint.mode == "offload":
         offload = ActivationOffload(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    with world.allocating():
-        for part in parts:
-            head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
-            if head is not None:
-                head.loss = loss
-            lines += parallelize(part, spec, world, sections, context, offload)
+    for part in parts:
+        head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
+        if head is not None:
+            head.loss = loss
+        lines += parallelize(part, spec, world, sections, context, offload)
+        with world.allocating():
             materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
             if training.enable_cpu_offload:
                 part.init_buffers(world.device)  # only parameters are on the host
-        if pipeline is not None:
+    if pipeline is not None:
+        with world.allocating():
             pipeline.connect()
     if pipeline is not None:
         lines += pipeline.lines(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 from collections.abc import Iterable
@@ -76,6 +77,7 @@ def record_rank(
     device_type: "dryrun" takes the code paths of a GPU, "cpu" those of a CPU rank.
     matmul_workspace: see `Recorder`.
     """
+    config = _as_dry_run(config)
     dims = dims_of(config, world_size)
     recorder = Recorder(device_type, matmul_workspace)
     device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)
@@ -84,6 +86,24 @@ def record_rank(
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
         _record_steps(config, world, recorder, num_steps)
     return DryRun(rank, dims, recorder.recording)
+
+
+def _as_dry_run(config: JobConfig) -> JobConfig:
+    """Return the configuration without what has no meaning on fake tensors.
+
+    No random numbers are drawn, so no state of a generator is kept. Nothing is compiled.
+    """
+    updates: dict[str, dict[str, object]] = {
+        "activation_checkpoint": {"preserve_rng_state": False},
+        "compile": {"enable": False},
+        "parallelism": {"enable_async_tensor_parallel": False},
+    }
+    return config.model_copy(
+        update={
+            name: getattr(config, name).model_copy(update=changes)
+            for name, changes in updates.items()
+        }
+    )
 
 
 def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps: int) -> None:
@@ -147,6 +167,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             num_tokens = geometry.global_batch_size * config.training.seq_len
             runner.run(step, batch, num_tokens, num_tokens=num_tokens, is_logged=True)
             gate.record(step)
+            gc.collect()  # what only reference cycles hold is not part of a step
             recorder.recording.mark(f"step {step}")
 
 

@@ -8,7 +8,8 @@ once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
@@ -79,6 +79,9 @@ class FakeDeviceModule:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        # Outside of the fake mode, FSDP2 makes tensors without elements. They are the only real ones.
+        self._library = torch.library.Library("aten", "IMPL")
+        self._library.impl("empty.memory_format", _empty, "PrivateUse1")
         self._streams = [FakeStream(recorder, recorder.stream)]
 
     def Stream(self, *args: Any, priority: int = 0, **kwargs: Any) -> FakeStream:
@@ -118,6 +121,9 @@ class FakeDeviceModule:
     def synchronize(self, *args: Any) -> None:
         """Return: the host never waits."""
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
     def get_rng_state(self, *args: Any) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
 
@@ -129,6 +135,15 @@ class FakeDeviceModule:
 
     def _is_in_bad_fork(self) -> bool:
         return False
+
+
+def _empty(size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    if math.prod(size) > 0:
+        raise NotImplementedError(
+            f"a real tensor {tuple(size)} on the device {DEVICE_TYPE}, which has no memory: expected "
+            "a fake one; allocate it within World.allocating"
+        )
+    return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
 
 
 def register_device(recorder: Recorder) -> torch.device:
@@ -145,41 +160,28 @@ def register_device(recorder: Recorder) -> torch.device:
 # ---- kernels
 
 
-class GpuKernels(TorchFunctionMode):
-    """Chooses the kernels that functions of torch use on a GPU.
-
-    torch chooses by device, and decomposes these functions on a device without kernels of its own.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        kernel = _KERNELS.get(func)
-        if kernel is not None and args[0].device.type == DEVICE_TYPE:
-            return kernel(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
 def _attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
+    scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
     """Flash attention in half precision without a mask, else memory-efficient attention."""
     ops = torch.ops.aten
+    is_flash = attn_mask is None and q.dtype in (torch.float16, torch.bfloat16)
     out: Tensor
-    if attn_mask is None and q.dtype in (torch.float16, torch.bfloat16):
-        out = ops._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    if is_flash and q.shape[-1] == v.shape[-1]:
+        out = ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     else:
         if attn_mask is not None:
             attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
-        out = ops._scaled_dot_product_efficient_attention(q, k, v, attn_mask, True, 0.0, is_causal)[
-            0
-        ]
+        out = ops._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
     return out
 
 
@@ -232,11 +234,33 @@ def _(grad: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor) -> tu
     return torch.empty_like(x), d_weight
 
 
-_KERNELS: dict[Any, Callable[..., Tensor]] = {
-    F.scaled_dot_product_attention: _attention,
-    F.rms_norm: _rms_norm,
-    torch.rms_norm: _rms_norm,
+# The kernels of a GPU for functions of torch. Torch chooses by device, and decomposes these
+# functions on a device without kernels of its own.
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
 }
+
+
+@contextmanager
+def _using_gpu_kernels() -> Iterator[None]:
+    module: Any = F
+    originals = {name: getattr(module, name) for name in _KERNELS}
+
+    def choosing(kernel: Any, original: Any) -> Any:
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            chosen = kernel if x.device.type == DEVICE_TYPE else original
+            return chosen(x, *args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(module, name, choosing(_KERNELS[name], original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
 
 
 # ---- ranks
@@ -348,9 +372,16 @@ def _holding_messages(recorder: Recorder) -> Iterator[None]:
 
 
 class _FakeMode(FakeTensorMode):
-    """Constants of `torch.tensor` never reach the device, which cannot hold them."""
+    """Constants of `torch.tensor` never reach the device. Page-locked memory is a copy."""
 
     avoid_device_init = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._pin_memory.default:  # torch has no fake implementation
+            func, args, kwargs = torch.ops.aten.clone.default, args[:1], {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @contextmanager
@@ -363,9 +394,8 @@ def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
         with ExitStack() as stack:
             stack.enter_context(fake_mode)
             stack.enter_context(recorder)
-            stack.enter_context(GpuKernels())
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
-    with recording_in_place(recorder), _holding_messages(recorder):
+    with recording_in_place(recorder), _holding_messages(recorder), _using_gpu_kernels():
         yield enter

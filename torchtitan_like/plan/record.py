@@ -38,7 +38,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ Category = Literal[
     "workspaces",
     "other",
 ]
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 Pass = Literal["forward", "backward", "recomputation", "update"]
 
 COMPUTE = 0  # the stream of the model's own kernels

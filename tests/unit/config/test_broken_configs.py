@@ -214,13 +214,13 @@ def test_all_problems_are_reported_together(
         hf_assets_path = "./nowhere"
         [parallelism]
         data_parallel_shard_degree = 3
-        [comm]
-        mode = "fake_backend"
+        [fault_tolerance]
+        enable = true
     """
     problems = problems_of(tmp_path, toml, ("--optimizer.lr=fast",))
     assert {problem.key for problem in problems} == {
         "training.stepz", "training.steps", "checkpoint.keep_latest_k", "checkpoint.last_save_in_hf", "model.flavor",
-        "model.hf_assets_path", "parallelism", "comm.mode", "optimizer.lr",
+        "model.hf_assets_path", "parallelism", "fault_tolerance.enable", "optimizer.lr",
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from torchtitan_like.config.layers import parse_toml
 from torchtitan_like.util.suggestions import nearest
 
 FOLDER = Path(__file__).parent
+DEFAULT_GPU = "h100-80g"
 
 
 @dataclass(frozen=True)
