@@ -4,8 +4,9 @@
 #
 #   ./run_tests.sh                       all
 #   ./run_tests.sh tests/unit -k loader  the static checks and these tests
+#   ./run_tests.sh --lint                the static checks alone
 #   ./run_tests.sh --quick               the unit tests of the folders that changed (3 minutes at most)
-#   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs "interop" and "browser")
+#   ./run_tests.sh --nightly             the long tests instead (marker "nightly"; installs "interop", "browser" and "ft")
 #   ./run_tests.sh --null-gpu            the CUDA paths on devices that compute nothing (45 minutes; see below)
 #   ./run_tests.sh --faults              100 drills and 200 kills of real runs instead (40 minutes); arguments: --help
 #
@@ -46,7 +47,7 @@ fi
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
 extras="dev docs"
-[ "${1:-}" != --nightly ] || extras="dev docs interop browser"
+[ "${1:-}" != --nightly ] || extras="dev docs interop browser ft"
 setup_env "$extras" || exit 1
 cd "$ROOT" || exit 1
 # One thread for each process: the tests run several ranks on few cores, and compare sums to the last bit.
@@ -108,7 +109,9 @@ run_pytest() {
   [ "$code" -ne 0 ] || code=$result
 }
 
-if [ $# -eq 0 ]; then
+if [ "${1:-}" = --lint ]; then
+  : # no tests
+elif [ $# -eq 0 ]; then
   # Unit tests use one core each. The others start several ranks and need the machine for themselves.
   run_pytest --numprocesses auto --maxprocesses 4 --dist loadfile tests/unit
   run_pytest tests/distributed tests/integration tests/faults tests/slurm

@@ -2,7 +2,8 @@ r"""Speed of the experts: grouped products, one layer, and whole steps of the Qw
 
     python -m benchmarks.experts [--rounds 5] [--parts products layer 2048 16384]
 
-One thread, fp32, CPU time, medians of ratios within a round.
+One thread, fp32, CPU time, medians of ratios within a round. The peak of memory is its growth
+during one call, in a forked process.
 
 `products`: `grouped_linear` against `grouped_mm` called directly, forward and backward; 64 experts
 of 256 x 768 share 16,384 rows. `layer`: the experts' SwiGLU against a loop that reads `w[i]` for
@@ -46,6 +47,23 @@ def cpu_seconds(function: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+def peak_growth(function: Callable[[], object]) -> float:
+    """Return by how many MB a call raises the peak of resident memory, in a forked process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        function()
+        growth = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        os.write(writer, str(growth / 1024).encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        result = pipe.read()
+    os.waitpid(child, 0)
+    return float(result)
+
+
 def compare(
     subject: Callable[[], object], baseline: Callable[[], object], rounds: int
 ) -> tuple[float, float, float]:
@@ -84,10 +102,11 @@ def measure_products(rounds: int) -> None:
         out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
         torch.autograd.grad(out, (x, weight), grad)
 
+    peaks = peak_growth(grouped), peak_growth(floor)
     a, b, ratio = compare(grouped, floor, rounds)
     print(
-        f"products: grouped_linear {1e3 * a:.0f} ms, grouped_mm {1e3 * b:.0f} ms; "
-        f"{1 / ratio:.3f} times the floor",
+        f"products: grouped_linear {1e3 * a:.0f} ms, peak {peaks[0]:.0f} MB; "
+        f"grouped_mm {1e3 * b:.0f} ms, peak {peaks[1]:.0f} MB; {1 / ratio:.3f} times the floor",
         flush=True,
     )
 
@@ -116,14 +135,18 @@ def measure_layer(rounds: int) -> None:
             outputs.append(hidden @ experts.w2[i].t())
         return torch.cat(outputs)
 
+    def grouped() -> None:
+        torch.autograd.grad(experts.compute_rows(x, routes), inputs, grad)
+
+    def looped() -> None:
+        torch.autograd.grad(loop(x), inputs, grad)
+
+    peaks = peak_growth(grouped), peak_growth(looped)
     torch.testing.assert_close(experts.compute_rows(x, routes), loop(x))
-    a, b, ratio = compare(
-        lambda: torch.autograd.grad(experts.compute_rows(x, routes), inputs, grad),
-        lambda: torch.autograd.grad(loop(x), inputs, grad),
-        rounds,
-    )
+    a, b, ratio = compare(grouped, looped, rounds)
     print(
-        f"layer: experts {1e3 * a:.0f} ms, loop over w[i] {1e3 * b:.0f} ms; {ratio:.2f} times as fast",
+        f"layer: experts {1e3 * a:.0f} ms, peak {peaks[0]:.0f} MB; "
+        f"loop over w[i] {1e3 * b:.0f} ms, peak {peaks[1]:.0f} MB; {ratio:.2f} times as fast",
         flush=True,
     )
 

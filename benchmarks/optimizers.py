@@ -52,7 +52,12 @@ def build_model(dtype: torch.dtype) -> Any:
 
 def build(model: Any, settings: dict[str, Any]) -> Optimizer:
     surroundings = Surroundings(
-        SPEC.sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0
+        SPEC.sharding,
+        partial(MatrixOwners, group=None),
+        local_positions,
+        torch.device("cpu"),
+        seed=0,
+        settings={},
     )
     return build_optimizer(model.named_parameters(), OptimizerSection(**settings), surroundings)
 

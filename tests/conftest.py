@@ -40,6 +40,8 @@ finally:
 # Set before torch is imported. One thread per process, because ranks share the cores and sums must
 # not depend on their number. No network.
 os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+# Forked ranks cannot use the compile threads of their parent: Inductor would wait for them forever.
+os.environ.update(TORCHINDUCTOR_COMPILE_THREADS="1")
 os.environ.update(HF_HUB_OFFLINE="1", WANDB_MODE="disabled")
 # Child processes import this checkout from any working directory. The host's name may not resolve.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import xxhash
 from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
+from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
@@ -21,7 +26,12 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.quorum import Quorum, SharedState
+from torchtitan_like.distributed.replica_groups import OneGroup, ReplicaGroups, SemiSyncGroups
+from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.distributed.world import World
+from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
@@ -33,15 +43,17 @@ from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
-from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
+from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings
-from torchtitan_like.optim.schedule import Schedule, build_schedule
+from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
+from torchtitan_like.optim.semi_sync import Method, build_semi_sync
+from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.positions import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
-    from torchtitan_like.config.sections_run import Job
+    from torchtitan_like.config.sections_run import Comm, FaultTolerance, Job
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
     from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
     from torchtitan_like.config.sections_training import (
@@ -93,7 +105,10 @@ def identify(model: Model) -> Identity:
 
 @dataclass(frozen=True)
 class BatchGeometry:
-    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches."""
+    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches.
+
+    num_data_ranks: of all replica groups.
+    """
 
     local_batch_size: int
     num_data_ranks: int
@@ -108,12 +123,16 @@ class BatchGeometry:
         return self.samples_per_rank * self.num_data_ranks
 
 
-def batch_geometry(training: Training, dims: ParallelDims) -> BatchGeometry:
-    """Compute the micro-batches of a step. Preflight has checked that the sizes divide."""
-    per_micro_batch = training.local_batch_size * dims.dp
+def batch_geometry(training: Training, dims: ParallelDims, num_groups: int) -> BatchGeometry:
+    """Compute the micro-batches of a step. Preflight has checked that the sizes divide.
+
+    num_groups: replica groups that share a step's samples.
+    """
+    num_data_ranks = dims.dp * num_groups
+    per_micro_batch = training.local_batch_size * num_data_ranks
     wanted = training.global_batch_size
     num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
-    return BatchGeometry(training.local_batch_size, dims.dp, num_micro_batches)
+    return BatchGeometry(training.local_batch_size, num_data_ranks, num_micro_batches)
 
 
 @dataclass(frozen=True)
@@ -139,9 +158,12 @@ def build_data(
     world: World,
     geometry: BatchGeometry,
     seed: int,
+    replica_group: tuple[int, int],
+    settings: Settings,
 ) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
+    settings: the config sections of user code.
     Raises DataMismatch on every rank if the ranks read different datasets.
     """
     tokenizer = load_tokenizer(tokenizer_folder)
@@ -153,9 +175,15 @@ def build_data(
         "with_positions": needs_positions(model_args),
         "group": world.step_group,
         "is_recorder": world.dims.counts_tokens(world.rank),
+        "settings": settings,
     }
     batches = build_train_batches(
-        training, data, seed=seed, num_accumulation=geometry.num_micro_batches, **shared
+        training,
+        data,
+        seed=seed,
+        num_accumulation=geometry.num_micro_batches,
+        replica_group=replica_group,
+        **shared,
     )
     validation_sets = build_validation_sets(validation, data, **shared)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
@@ -175,6 +203,7 @@ def model_sections(config: JobConfig) -> Sections:
         config.model.converters,
         config.quantize.linear.float8,
         config.model.print_after_conversion,
+        config.extra_sections,
     )
 
 
@@ -193,11 +222,12 @@ def build_model(
     max_seq_len: int,
     num_samples: int,
     with_tokens: bool,
+    settings: Settings,
 ) -> Built:
     """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
     max_seq_len: of training and validation. num_samples: see `build_parts`. with_tokens: see
-    `chunked_cross_entropy`.
+    `chunked_cross_entropy`. settings: the config sections of user code.
     """
     shards = None
     if world.dims.tp > 1:
@@ -208,6 +238,7 @@ def build_model(
         shards=shards,
         gathers_logits=sections.parallelism.disable_loss_parallel,
         with_tokens=with_tokens,
+        token_loss=_token_loss(loss.name, settings),
     )
     args = fit_positions(args, max_seq_len)
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
@@ -215,12 +246,20 @@ def build_model(
     return built._replace(lines=[*built.lines, *describe_experts(built.parts, dtype)])
 
 
+def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
+    """Return the registered loss of that name; None for cross-entropy."""
+    if not registry.is_registered("loss", name):
+        return None
+    function = registry.find("loss", name)
+    return lambda logits, labels: function(logits, labels, settings)
+
+
 @dataclass(frozen=True)
 class OptimizerParts:
     """The optimizer, its schedule, and the function of float8 after each update (or None)."""
 
     optimizer: Optimizer
-    schedule: Schedule
+    schedule: Schedule | RegisteredSchedule
     after_update: Callable[[], None] | None
 
 
@@ -234,9 +273,10 @@ def build_optimizer(
     total_steps: int,
     sections: Sections,
     seed: int,
+    settings: Settings,
 ) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
-    schedule = build_schedule(lr_scheduler, total_steps)
+    schedule = build_schedule(lr_scheduler, total_steps, settings)
     named = [named for part in parts for named in part.named_parameters()]
     surroundings = Surroundings(
         spec.sharding,
@@ -244,6 +284,7 @@ def build_optimizer(
         local_positions,
         torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
         seed,
+        settings,
     )
     optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
     after_update = None
@@ -264,6 +305,46 @@ def build_balancer(
     return balancer if balancer.layers else None
 
 
+# ---- replica groups
+
+
+def build_semi_sync_method(
+    section: FaultTolerance, optimizer: Optimizer, spec: ModelSpec, args: Any
+) -> Method | None:
+    """Build the method that synchronizes replica groups; None if they do so at every step."""
+    if not section.enable or section.semi_sync_method is None:
+        return None
+    fragments = model_fragments(section, spec, args)
+    return build_semi_sync(optimizer.named, section, fragments)
+
+
+def build_replica_groups(
+    section: FaultTolerance,
+    comm: Comm,
+    world: World,
+    state: SharedState,
+    method: Method | None,
+    identity: Sequence[object],
+) -> OneGroup:
+    """Build the connection to other replica groups, which `join` opens.
+
+    identity: settings that must be equal in all groups, as JSON.
+    """
+    if not section.enable:
+        return OneGroup()
+    quorum = Quorum(
+        os.environ[LIGHTHOUSE],
+        f"torchtitan_ft_{section.replica_id}",
+        world.step_group,
+        min_size=section.min_replica_size,
+        timeout=timedelta(milliseconds=section.process_group_timeout_ms),
+        patience=timedelta(seconds=comm.init_timeout_seconds),
+    )
+    digest = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) >> 1
+    arguments = (section.replica_id, section.group_size, quorum, state, digest)
+    return ReplicaGroups(*arguments) if method is None else SemiSyncGroups(*arguments, method)
+
+
 # ---- metrics
 
 
@@ -279,11 +360,19 @@ def build_metrics(
     sources: Sequence[str],
     last_step: int,
     run_config: Mapping[str, object],
+    settings: Settings,
 ) -> Metrics:
-    """Build the metrics of a run, and log the peak FLOP/s of the hardware.
+    """Build the metrics of a run, and log the peak FLOP/s of the hardware. A collective.
 
-    run_config: the masked configuration, which W&B shows.
+    run_config: the masked configuration, which W&B shows. settings: the config sections of user
+    code.
+    Raises the errors of observers on all ranks.
     """
+    observers = Observers()
+    if section.observers:
+        world.step_group.run_on_leader(
+            lambda: observers.build(section.observers, attempt.run, settings)
+        )
     memory = build_memory_monitor(world.device)
     peak = log_hardware(
         memory, world.device.type, section.peak_flops, flops_per_token, flops_formula
@@ -300,6 +389,7 @@ def build_metrics(
         memory,
         build_sinks(section, attempt.run, world.rank, failures, run_config),
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
+        observers,
         log_freq=section.log_freq,
         last_step=last_step,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
@@ -23,6 +24,7 @@ from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture
+from torchtitan_like.distributed.quorum import ReplicaGroupError
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
@@ -62,6 +64,7 @@ CODES: dict[type[Exception], ExitCode] = {
     WorkerKilled: ExitCode.REQUEUE,
     DataError: ExitCode.BAD_DATA,
     NonFiniteStateError: ExitCode.BAD_NUMBERS,
+    ReplicaGroupError: ExitCode.LOST_PEER,
     ReplicaError: ExitCode.BAD_NUMBERS,
     StorageError: ExitCode.STORAGE,
 }
@@ -203,7 +206,7 @@ def read_config(argv: list[str], world_size: int) -> JobConfig:
     args = resolve_args(spec, config.model.flavor, config.model.args)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     num_shards = world_size // config.parallelism.data_parallel_replicate_degree
-    if need := host_memory_need(config.training, spec.num_params(args), num_shards, num_ranks):
+    if need := host_memory_need(config, spec.num_params(args), num_shards, num_ranks):
         free = host_memory().available
         logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
     num_workers = config.training.dataloader.num_workers
@@ -219,8 +222,36 @@ def look_for_device(config: JobConfig) -> DeviceType:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def join(config: JobConfig, launched: LaunchedAs) -> World:
-    """Create process groups and meshes. Raises ConfigError if the settings of ranks differ."""
+@contextmanager
+def open_trainer(argv: list[str], group: dist.ProcessGroup | None = None) -> Iterator[Trainer]:
+    """Build a trainer for a loop of your own; close it and its files at the end.
+
+    A collective of the ranks that train. It loads the checkpoint or the weights that the settings
+    name. docs/guides/library.md has an example.
+
+    argv: settings such as `["--job.config_file", "X.toml"]`. group: of the ranks that train, if the
+    default group has others too. Raises ConfigError and the errors of `Trainer`.
+    """
+    launched = launched_as()
+    if group is not None:
+        launched = LaunchedAs(dist.get_rank(group), launched.local_rank, group.size())
+    config = read_config(argv, launched.world_size)
+    with ExitStack() as resources:
+        world = join(config, launched, group)
+        resources.callback(world.leave)
+        checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
+        resources.enter_context(closing(checkpointer))
+        starts = checkpointer.find_start(config.training.steps, dump_toml(config))
+        trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
+        resources.callback(trainer.close)
+        yield trainer
+
+
+def join(config: JobConfig, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:
+    """Create process groups and meshes. Raises ConfigError if the settings of ranks differ.
+
+    group: see `join_world`.
+    """
     for line in set_determinism(config.debug):  # NCCL reads its environment with the first group
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
@@ -241,6 +272,7 @@ def join(config: JobConfig, launched: LaunchedAs) -> World:
             config.training.enable_cpu_offload or config.activation_checkpoint.mode == "offload"
         ),
         agree=partial(check_agreement, config),
+        group=group,
     )
     if world.size > 1:
         for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):

@@ -17,6 +17,7 @@ from types import FrameType
 
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.config import ConfigError, load_config
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import open_closed_streams
 from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
@@ -91,8 +92,15 @@ def begin_rank(argv: list[str]) -> None:
         return
     try:
         config = load_config(argv)
-    except (ConfigError, SystemExit):  # reported when it is loaded again, for the run
+    except SystemExit:
         return
+    except ConfigError as error:  # reported when it is loaded again, for the run
+        # User code is not imported yet, so the names and sections that it registers are unknown.
+        errors = [problem for problem in error.problems if problem.severity != "warning"]
+        is_known_later = all(CUSTOM_IMPORT_KEY in problem.involves for problem in errors)
+        if error.partial is None or not is_known_later:
+            return
+        config = error.partial
     folder = Path(config.job.dump_folder)
     if RunLock(folder / config.checkpoint.folder).local_holder() is not None:
         return  # exit.json belongs to that run

@@ -22,7 +22,8 @@ import torch
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.config import JobConfig, dump_toml, load_stored_config
+from torchtitan_like.config import JobConfig, dump_toml
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.launch import join, read_config
@@ -31,7 +32,7 @@ from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
-from torchtitan_like.stored_config import CUSTOM_IMPORT, custom_import_in
+from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
@@ -158,11 +159,11 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
             f"{file}, the run's settings, is missing. Expected the bundle in its run's folder. "
             "Move it back, or restore the file."
         )
-    config = load_stored_config(file)
+    config = load_trusted(file, custom_import_in(settings))
     if (module := config.experimental.custom_import) and not custom_import_in(settings):
         raise BundleError(
-            f"The run imports the module {module} ({CUSTOM_IMPORT}). Expected the same option for "
-            f"the replay, which imports nothing else. If you trust {module}, add --{CUSTOM_IMPORT} "
+            f"The run imports the module {module} ({CUSTOM_IMPORT_KEY}). Expected the same option for "
+            f"the replay, which imports nothing else. If you trust {module}, add --{CUSTOM_IMPORT_KEY} "
             f"{module}, with its folder in PYTHONPATH"
         )
     experimental = config.experimental.model_copy(update={"custom_import": ""})

@@ -34,17 +34,11 @@ class StepLosses(NamedTuple):
     mtp: torch.Tensor | None
 
 
-class StepResult(NamedTuple):
-    """What a step leaves on the device, and the batch on the host as this rank has used it.
+class Update(NamedTuple):
+    """grad_norm: before clipping. skip: 1 if the update was skipped, else 0. 0-dim, equal on all ranks."""
 
-    grad_norm: before clipping. skip: 1 if the update was skipped, else 0. Both are 0-dim, equal on
-    all ranks.
-    """
-
-    losses: StepLosses
     grad_norm: torch.Tensor
     skip: torch.Tensor
-    local: Tokens
 
 
 @dataclass
@@ -71,14 +65,14 @@ class StepRunner:
     on_micro_batch: Callable[[int], None]
     order_updates: Callable[[], None]
 
-    def run(
-        self, step: int, batch: Batch, num_valid: int, *, num_tokens: int, is_logged: bool
-    ) -> StepResult:
-        """Run forward and backward of every micro-batch, then one clipped and gated update.
+    def compute_gradients(
+        self, step: int, batch: Batch, num_valid: int, *, num_tokens: int
+    ) -> tuple[StepLosses, Tokens]:
+        """Run forward and backward of every micro-batch of a step.
 
         num_valid: labels of the step on all ranks that are not ignored.
         num_tokens: of the step on all ranks.
-        is_logged: the step's metrics of experts are read.
+        Returns the losses, and the batch on the host as this rank has used it.
         """
         optimizer = self.optimization.optimizer
         optimizer.scale_lr(self.optimization.schedule.factor(step))
@@ -88,7 +82,14 @@ class StepRunner:
         if self.balancer is not None:
             self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
-        losses = self._compute_gradients(batch, local, max(1, num_valid))
+        return self._run_micro_batches(batch, local, max(1, num_valid)), local
+
+    def update(self, *, is_logged: bool) -> Update:
+        """Clip the gradients, and update the weights unless the gate skips it.
+
+        is_logged: the step's metrics of experts are read.
+        """
+        optimizer = self.optimization.optimizer
         grad_norm = optimizer.clip_gradients(self.max_norm)
         skip = self.gate(grad_norm)
         self.order_updates()
@@ -97,9 +98,9 @@ class StepRunner:
             self.balancer.update(skip, is_logged=is_logged)
         if self.optimization.after_update is not None:
             self.optimization.after_update()
-        return StepResult(losses, grad_norm, skip, local)
+        return Update(grad_norm, skip)
 
-    def _compute_gradients(self, batch: Batch, local: Tokens, num_valid: int) -> StepLosses:
+    def _run_micro_batches(self, batch: Batch, local: Tokens, num_valid: int) -> StepLosses:
         """Run forward and backward of all micro-batches.
 
         The loss of a micro-batch is the sum of its token losses over the *global* number of valid

@@ -1,18 +1,21 @@
 """Use the configuration stored in a checkpoint or run folder: its model and its tokenizer.
 
 Another person may have written such a configuration. The module in its `experimental.custom_import`
-is never imported; a command imports only the module on its command line.
+is never imported; a command imports only the module on its command line. Without it, a
+configuration with registered names or sections cannot be loaded.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
+from torchtitan_like.checkpoint.torchtitan import OPTIMIZERS, AdamSettings
 from torchtitan_like.config import (
     ConfigError,
     JobConfig,
@@ -21,14 +24,14 @@ from torchtitan_like.config import (
     load_stored_config,
 )
 from torchtitan_like.config.arguments import parse_arguments
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, import_module
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
 from torchtitan_like.preflight.model import read_sizes
-from torchtitan_like.util.modules import import_named, is_file_name
+from torchtitan_like.util.modules import is_file_name
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import CONFIG
 
-CUSTOM_IMPORT = "experimental.custom_import"
 # Base of relative paths in the configurations of a source checkout.
 SOURCE_ROOT = Path(__file__).resolve().parents[1]
 
@@ -37,7 +40,7 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     """Return the model of a checkpoint, and its configuration as TOML.
 
     config_file: the TOML of a run with this model; None: config.toml in the checkpoint. module: see
-    `import_custom`. Raises CheckpointError if there is no configuration, ConfigError.
+    `load_trusted`. Raises CheckpointError if there is no configuration, ConfigError.
     """
     if not config_file and not (path / CONFIG).is_file():
         raise CheckpointError(
@@ -46,22 +49,22 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
         )
     if not config_file:
         return identify_step(path, module)
-    config = load_config(["--job.config_file", str(config_file)])
+    config = _load(lambda: load_config(["--job.config_file", str(config_file)]), module)
     return _identify(config, config_file.parent, module)
 
 
 def identify_step(step: Path, module: str) -> tuple[Identity, str]:
     """Return the model of a published step, and its configuration as TOML.
 
-    module: see `import_custom`. Raises ConfigError.
+    module: see `load_trusted`. Raises ConfigError.
     """
-    return _identify(load_stored_config(step / CONFIG), step, module)
+    return _identify(load_trusted(step / CONFIG, module), step, module)
 
 
 def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, str]:
     from torchtitan_like.build import identify
 
-    import_custom(config, module)
+    check_model_name(config, module)
     config, _ = read_sizes(config)
     return identify(with_assets(config.model, folder)), dump_toml(config)
 
@@ -69,40 +72,58 @@ def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, s
 def custom_import_in(settings: Sequence[str]) -> str:
     """Return the module in the settings of a command line; "" without one."""
     arguments, _ = parse_arguments(list(settings))
-    return str(dict(arguments.leaves).get(tuple(CUSTOM_IMPORT.split(".")), ""))
+    return str(dict(arguments.leaves).get(tuple(CUSTOM_IMPORT_KEY.split(".")), ""))
 
 
-def import_custom(config: JobConfig, module: str) -> None:
-    """Import `module`, which the user's command names ("": none), for the model of a stored config.
+def load_trusted(file: Path, module: str, settings: Sequence[str] = ()) -> JobConfig:
+    """Load a stored configuration after importing the module that the user's command names.
 
-    Raises ConfigError if that fails, or if the config's model is not registered afterwards. Prints
-    a note if the config names a module that was not imported.
+    module: "" imports nothing. settings: see `load_stored_config`.
+    Raises ConfigError if that fails. Its remedy for names and sections that are not registered is
+    the module that the configuration names.
+    """
+    return _load(lambda: load_stored_config(file, settings), module)
+
+
+def _load(load: Callable[[], JobConfig], module: str) -> JobConfig:
+    if problem := import_module(module):
+        raise ConfigError([problem])
+    try:
+        return load()
+    except ConfigError as error:
+        stored = error.partial.experimental.custom_import if error.partial else ""
+        problems = [
+            _with_module(problem, stored)
+            if stored and CUSTOM_IMPORT_KEY in problem.involves
+            else problem
+            for problem in error.problems
+        ]
+        raise ConfigError(problems, partial=error.partial, faulty=error.faulty) from error
+
+
+def _with_module(problem: Problem, module: str) -> Problem:
+    """Return the problem of an unregistered name with the module that may register it."""
+    remedy = f"if you trust it: --{CUSTOM_IMPORT_KEY} {module}, with the folder of a module in PYTHONPATH"
+    expected = f"{problem.expected}. The config names the module {module!r}"
+    return replace(problem, expected=expected, remedy=remedy)
+
+
+def check_model_name(config: JobConfig, module: str) -> None:
+    """Raise ConfigError unless the model of a stored configuration is registered.
+
+    module: see `load_trusted`. Prints a note if the config names a module that was not imported.
     """
     from torchtitan_like.models.spec import get_spec
 
-    if module:
-        try:
-            import_named(module)
-        except Exception as error:  # user code may raise anything
-            problem = f"{type(error).__name__}: {error}"
-            expected = f"a module or a .py file that can be imported; {problem}"
-            raise ConfigError(
-                [Problem(CUSTOM_IMPORT, module, expected, "add the module's folder to PYTHONPATH")]
-            ) from error
     stored = config.experimental.custom_import
     try:
         get_spec(config.model.name)
     except KeyError as error:
-        remedy, expected = "", f"a registered model: {error.args[0]}"
-        if stored:
-            remedy = (
-                f"if you trust it: --{CUSTOM_IMPORT} {stored}, with the folder of a module in "
-                "PYTHONPATH"
-            )
-            expected += f". The config names the module {stored!r}"
-        raise ConfigError([Problem("model.name", config.model.name, expected, remedy)]) from error
+        expected = f"a registered model: {error.args[0]}"
+        problem = Problem("model.name", config.model.name, expected)
+        raise ConfigError([_with_module(problem, stored) if stored else problem]) from error
     if stored and stored != (os.path.abspath(module) if is_file_name(module) else module):
-        show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT}")
+        show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT_KEY}")
 
 
 def find_assets(assets: str, step_folder: Path) -> Path:
@@ -136,3 +157,39 @@ def _working_folders(step_folder: Path) -> list[Path]:
             except (OSError, ValueError, KeyError, TypeError):  # the attempt was killed
                 continue
     return folders
+
+
+def adam_settings(path: Path, config_file: Path | None, step: int) -> AdamSettings:
+    """Return the optimizer of the run of a checkpoint, with the learning rate of step `step` + 1.
+
+    config_file: as for `identify_checkpoint`. Raises CheckpointError unless all parameters have the
+    same Adam or AdamW, ConfigError.
+    """
+    from torchtitan_like.optim.schedule import build_schedule
+
+    if config_file:
+        config = load_config(["--job.config_file", str(config_file)])
+    else:
+        config = load_stored_config(path / CONFIG)
+    section = config.optimizer
+    uniform = {
+        f'optimizer.name = "{section.name}"': section.name in OPTIMIZERS,
+        "optimizer.groups": not section.groups,
+        "optimizer.no_weight_decay": not (section.no_weight_decay and section.weight_decay),
+    }
+    if others := [setting for setting, is_uniform in uniform.items() if not is_uniform]:
+        raise CheckpointError(
+            f"The run has {others[0]}, which TorchTitan 0.2 cannot resume. Expected Adam or AdamW "
+            "with the same settings for all parameters: for the weights alone, use --to dcp"
+        )
+    settings = config.extra_sections
+    schedule = build_schedule(config.lr_scheduler, config.training.steps, settings)
+    return AdamSettings(
+        name=section.name,
+        lr=section.lr * schedule.factor(step + 1),
+        peak_lr=section.lr,
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+        implementation=section.implementation,
+    )

@@ -18,14 +18,15 @@ from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.convert import convert
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.config import ConfigError, dump_toml, load_config
+from torchtitan_like.config.loader import import_module
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.preflight.model import read_sizes
-from torchtitan_like.stored_config import custom_import_in, import_custom
+from torchtitan_like.stored_config import check_model_name, custom_import_in
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import staged_path
 from torchtitan_like.util.run_directory import step_name
@@ -50,8 +51,10 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
     CheckpointError, OSError, and ValueError for inconsistent sizes.
     """
     words = ["--job.config_file", str(find_config(config_file)), *settings]
+    if problem := import_module(custom_import_in(settings)):
+        raise ConfigError([problem])
     config = load_config(words)
-    import_custom(config, custom_import_in(settings))
+    check_model_name(config, custom_import_in(settings))
     config, _ = read_sizes(config)
     spec = get_spec(config.model.name)
     large = resolve_args(spec, config.model.flavor, config.model.args)

@@ -5,6 +5,7 @@ It takes torchrun's arguments. The differences:
 - Its store listens on one address: on loopback on one machine, else on the address of MASTER_ADDR.
 - The ranks end when this process does, even after SIGKILL.
 - A second signal does not end it while the ranks save.
+- After its ranks have ended, it waits `EXIT_BARRIER_S` for the other launchers, not 300 s.
 - It returns the code of ranks that stop before the first step, and 1 after a signal or a crash.
   After an end that all ranks agree on it returns 0, and exit.json has the code.
 """
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 from argparse import Namespace
+from functools import partial
 from types import FrameType
 
 from torchtitan_like.process_start import LAUNCHER, die_with_launcher, exit_on_signals
@@ -24,8 +26,10 @@ if __name__ == "__main__":  # before the imports below, which take seconds
     die_with_launcher(signal.SIGTERM)
 
 from torch.distributed import run as torch_run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+from torch.distributed.launcher import api as launcher_api
 
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
@@ -34,6 +38,9 @@ from torchtitan_like.util.exit_codes import CRASH, ExitCode
 from torchtitan_like.util.output import show_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# All ranks end together. A launcher that got a signal ends without a word to the others, which would
+# hold their GPUs until this time is over.
+EXIT_BARRIER_S = 30.0
 # Exit codes of ranks before the first step, most important first. The launcher stops the other
 # ranks with SIGTERM, and they return REQUEUE.
 EARLY_CODES = (ExitCode.BAD_CONFIG, ExitCode.STORAGE, ExitCode.INTERRUPTED, ExitCode.REQUEUE)
@@ -66,6 +73,9 @@ def main(argv: list[str]) -> int:
     # torchrun must not handle STOP_SIGNALS: it would end at the second signal.
     arguments.signals_to_handle = "SIGQUIT"
     os.environ[LAUNCHER] = str(os.getpid())
+    # torchrun has no option for it.
+    agent = partial(LocalElasticAgent, exit_barrier_timeout=EXIT_BARRIER_S)
+    launcher_api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     try:
         record(torch_run.run)(arguments)
     except SignalException:  # the ranks have ended

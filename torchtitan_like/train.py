@@ -3,16 +3,17 @@
 Run `torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or
 `python -m torchtitan_like.train ...` for one process.
 
-`StepRunner.run` (step.py) is one step. `Trainer.train` is the order of steps, checkpoints and stops.
+`Trainer.train_step` is one step (step.py). `Trainer.train` is the order of steps, checkpoints and stops.
 """
 
 from __future__ import annotations
 
+import json
 import platform
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -40,10 +41,12 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimizer,
+    build_replica_groups,
+    build_semi_sync_method,
     longest_sequence,
     model_sections,
 )
-from torchtitan_like.checkpoint.changes import check_changes, diff_settings
+from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
@@ -63,13 +66,23 @@ from torchtitan_like.data.batches.batch import (
     count_valid,
     count_valid_by_source,
 )
-from torchtitan_like.data.errors import CacheWriteError
+from torchtitan_like.data.errors import CacheWriteError, DataMismatch
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
+from torchtitan_like.distributed.quorum import SharedState
 from torchtitan_like.distributed.recorder import trace_file
+from torchtitan_like.distributed.replica_groups import (
+    GroupLostError,
+    GroupMismatch,
+    GroupPosition,
+    GroupStep,
+    Losses,
+    Trained,
+)
 from torchtitan_like.distributed.world import PendingSum, World
+from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
@@ -80,6 +93,7 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
+from torchtitan_like.optim.gated import local as local_shard
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -102,6 +116,7 @@ from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 
@@ -110,12 +125,13 @@ from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
 class StepInput:
     """The batch of a step, its agreement in progress, and the seconds it took to read the batch.
 
-    batch: None after the last step.
+    batch: None after the last step. position: of the stream, before the batch.
     """
 
     batch: Batch | None
     agreement: PendingAgreement
     seconds: float
+    position: int
 
 
 class Trainer:
@@ -140,7 +156,10 @@ class Trainer:
         self.requests = requests
         self.position = position
         self.is_leader = world.rank == 0
-        self.geometry: BatchGeometry = batch_geometry(config.training, world.dims)
+        replica_group = config.fault_tolerance.share
+        self.geometry: BatchGeometry = batch_geometry(
+            config.training, world.dims, num_groups=replica_group[1]
+        )
 
         # Run directory and log file.
         self.failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
@@ -181,10 +200,15 @@ class Trainer:
             world=world,
             geometry=self.geometry,
             seed=self.seed,
+            replica_group=replica_group,
+            settings=config.extra_sections,
         )
         self.batches = data.batches
+        self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self.validation_sets = data.validation_sets
         self.bytes_of_token = data.bytes_of_token
+        if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
+            self.bytes_of_token = torch.zeros_like(data.bytes_of_token)
         stored_data = self._stored("data")
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
@@ -203,6 +227,7 @@ class Trainer:
             max_seq_len=longest_sequence(config.training, config.validation),
             num_samples=self.geometry.samples_per_rank,
             with_tokens=bool(self.batches.sources),
+            settings=config.extra_sections,
         )
         for line in model.lines:
             logger.info(line)
@@ -231,6 +256,7 @@ class Trainer:
             total_steps=config.training.steps,
             sections=sections,
             seed=self.seed,
+            settings=config.extra_sections,
         )
         self.optimizer = optimization.optimizer
         for line in self.optimizer.describe():
@@ -242,6 +268,19 @@ class Trainer:
         self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
         if config.debug.moe_force_load_balance:
             choose_in_turn(self.parts)
+
+        # Other replica groups.
+        self.semi_sync = build_semi_sync_method(
+            config.fault_tolerance, self.optimizer, self.spec, self.args
+        )
+        self.groups = build_replica_groups(
+            config.fault_tolerance,
+            config.comm,
+            world,
+            SharedState(self._shared_tensors, self._shared_text, self._restore_shared),
+            self.semi_sync,
+            self._identity(),
+        )
 
         # Metrics and the reasons to stop.
         flops_per_token = self.spec.flops_per_token(self.args, config.training.seq_len)
@@ -256,6 +295,7 @@ class Trainer:
             sources=self.batches.sources,
             last_step=config.training.steps,
             run_config=masked_config,
+            settings=config.extra_sections,
         )
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self._replicated(), self.start.step
@@ -281,15 +321,14 @@ class Trainer:
             logger.info(f"Resume: {line}")
         if self.after_update is not None:
             self.after_update()
+        if self.semi_sync is not None and self.start.kind != "resume":
+            self.semi_sync.reset()
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         checkpointer.claim(self.start, partial(self._published, self.start.step))
 
-        # Non-finite steps and spikes. With CPU offload, weights and the gate are on the host.
-        device = self.optimizer.parameters[0].device
-        self.update_gate = UpdateGate(
-            config.resilience, device, self.progress, self._stored("numbers") or {}
-        )
+        # Non-finite steps and spikes.
+        self.update_gate = self._make_update_gate(self._stored("numbers") or {})
         self.replay_bundles = self._observe_rows() if self.is_leader else None
         self.step_runner = StepRunner(
             world,
@@ -299,7 +338,7 @@ class Trainer:
             self.balancer,
             self.gradient_sync,
             self.feed,
-            self.update_gate.gate,
+            self._gate,
             config.training.max_norm,
             num_sources=len(self.batches.sources),
             on_micro_batch=self._move_to_micro_batch,
@@ -337,6 +376,7 @@ class Trainer:
             differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
+        check_extensions(stored, self.config.checkpoint.allow_change)
         resolved = {"global_batch_size": self.geometry.global_batch_size}
         changes = diff_settings(stored["config"], self.config.model_dump(), stored, resolved)
         if note := check_changes(changes):
@@ -357,10 +397,10 @@ class Trainer:
     def _agree_on_seed(self) -> int:
         """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
         chosen = self.config.debug.seed
-        local = chosen if chosen is not None else self.start.seed
-        if local is None:
-            local = secrets.randbits(31)
-        seed: int = self.world.step_group.broadcast_object(local)
+        seed = chosen if chosen is not None else self.start.seed
+        if seed is None:  # replica groups start on their own, and need the same seed
+            seed = 0 if self.config.fault_tolerance.enable else secrets.randbits(31)
+        seed = int(self.world.step_group.broadcast_object(seed))
         logger.info(f"Seed: {seed}" + ("" if chosen is not None else " (debug.seed is unset)"))
         return seed
 
@@ -371,16 +411,126 @@ class Trainer:
             self.progress = Progress(**state)
 
         peak_lr = self.config.optimizer.lr
-        return {
+        states: dict[str, Stateful] = {
             "model": ModelState(self.parts),
             "optimizer": self._optimizer_state(),
             "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, peak_lr),
-            "dataloader": JsonState(
-                lambda: self.batches.state_dict(self.progress.position),
-                self.batches.load_state_dict,
-            ),
+            "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
         }
+        if self.semi_sync is not None:
+            states["fault_tolerance"] = self.semi_sync
+        return states
+
+    def _data_state(self) -> dict[str, Any]:
+        """Return the state of the data after the last trained step."""
+        groups = self.groups.state_dict(self._trained().position)
+        return {**self.batches.state_dict(self.progress.position), **groups}
+
+    def _restore_data(self, state: dict[str, Any]) -> None:
+        """Restore `_data_state`. Raises DataMismatch."""
+        self.batches.load_state_dict(state)
+        try:
+            local = self.groups.load_state_dict(state)
+        except GroupMismatch as error:
+            raise DataMismatch(str(error)) from error
+        if local is not None:  # another group may have saved the state
+            self.batches.seek(local.position)
+
+    # ---- replica groups
+
+    def _identity(self) -> list[object]:
+        """Return the settings that all replica groups must share."""
+        sections = self.config.model_dump(
+            include={"optimizer", "lr_scheduler", "loss", "fault_tolerance"}
+        )
+        del sections["fault_tolerance"]["replica_id"]
+        training = self.config.training
+        return [
+            self.seed,
+            self.batches.fingerprint,
+            asdict(self.geometry),
+            repr(self.args),
+            [training.steps, training.max_norm, training.seq_len],
+            sections,
+            repr(self.config.extra_sections),
+        ]
+
+    def _shared_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards of the state that is equal in all replica groups."""
+        self.checkpointer.order_updates()  # they may receive new values
+        return {
+            f"{key}.{name}": local_shard(value)
+            for key, state in self.states.items()
+            for name, value in state.state_dict().items()
+            if isinstance(value, torch.Tensor)
+        }
+
+    def _shared_text(self) -> str:
+        trained = self._trained()
+        return json.dumps(
+            {
+                "step": trained.step,
+                "n_tokens_seen": trained.n_tokens_seen,
+                "numbers": self.update_gate.state_dict(),
+                **self.groups.state_dict(trained.position),
+            }
+        )
+
+    def _restore_shared(self, text: str) -> None:
+        """Continue from the state of another replica group. The tensors are in place."""
+        state = json.loads(text)
+        position = self.groups.load_state_dict(state)
+        assert position is not None
+        self.progress = Progress(state["step"], state["n_tokens_seen"], *position)
+        self.update_gate = self._make_update_gate(state["numbers"])
+        self.metrics.n_tokens_seen = self.progress.n_tokens_seen
+        if self.after_update is not None:
+            self.after_update()
+        logger.info(
+            f"Received the state after step {self.progress.step} from another replica group. This "
+            f"group continues at sample {self.progress.position:,}"
+        )
+
+    def _trained(self) -> Trained:
+        """Return what the weights of this replica group have been trained on."""
+        progress = self.progress
+        position = GroupPosition(progress.position, progress.digest_chain)
+        return Trained(progress.step, progress.n_tokens_seen, position)
+
+    def _count_tokens(self, n_tokens_seen: int | None) -> None:
+        """Take over the number of tokens that replica groups have agreed on, if they have."""
+        if n_tokens_seen is not None:
+            self.progress = replace(self.progress, n_tokens_seen=n_tokens_seen)
+            self.metrics.n_tokens_seen = n_tokens_seen
+
+    def _join_groups(
+        self, inputs: StepInput, agreement: StepAgreement
+    ) -> tuple[StepInput, StepAgreement]:
+        """Join the other replica groups before a step.
+
+        If this group must read other samples than `inputs`, returns these and their agreement:
+        after a step that was not committed, or if it received the state of another group.
+        """
+        self.position.move("join", self.progress.step)
+        self._count_tokens(self.groups.join(self._trained()))
+        if not self._must_read_again(inputs):
+            return inputs, agreement
+        self.batches.seek(self.progress.position)
+        inputs = self.fetch(self.progress.step + 1)
+        agreement = inputs.agreement.wait()
+        for request in agreement.requests:  # for the next step: other groups wait for this one
+            self.requests.add(request)
+        return inputs, agreement
+
+    def _must_read_again(self, inputs: StepInput) -> bool:
+        """Return True if the inputs are not the next samples of this replica group."""
+        return inputs.position != self.progress.position
+
+    def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
+        """Build the gate. With CPU offload, the weights and the gate are on the host."""
+        device = self.optimizer.parameters[0].device
+        return UpdateGate(self.config.resilience, device, self.progress, state)
 
     def _replicated(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights, and the state that balances experts, by name."""
@@ -473,24 +623,39 @@ class Trainer:
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.heartbeat.start()
         with profiling as profiler:
-            following = self.fetch(first_step)
+            self.read_batch = profiler.annotate(DATA_WAIT, self.read_batch)
+            following, is_warmup = self.fetch(first_step), True
             while True:
                 agreement = following.agreement.wait()
                 requests = agreement.requests
+                if self._must_read_again(following) and Request.DATA_EXHAUSTED in requests:
+                    requests.remove(Request.DATA_EXHAUSTED)
                 stop = first_stop(requests)
                 if stop is not None or self.is_finished:
+                    break
+                following, agreement = self._join_groups(following, agreement)
+                if following.batch is None:
+                    stop = Request.DATA_EXHAUSTED
                     break
                 step = self.progress.step + 1
                 self.garbage.run(step)
                 current, following = following, self.fetch(step + 1)
-                self.metrics.record(self.train_step(step, current, agreement))
+                try:
+                    record = self.train_step(step, current, agreement)
+                except GroupLostError:  # train on the same samples again
+                    continue
+                self._count_tokens(self.groups.finish_step(self._trained()))
+                if self.progress.step != step:  # continue from the state of another replica group
+                    continue
+                self.metrics.record(record)
                 if self.metrics.due(step):
                     if self.overflow is not None:
                         self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
                 profiler.step()
-                if step == first_step:
+                if is_warmup:
                     self._finish_warmup()
+                    is_warmup = False
                 saves = self.checkpointer.due(
                     step,
                     config.training.steps,
@@ -546,36 +711,45 @@ class Trainer:
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
         """Run one step on a batch (`StepRunner`), and record progress.
 
-        This method does not wait for the device.
+        This method does not wait for the device, except with `[fault_tolerance]`. Raises GroupLostError,
+        and updates nothing, if another replica group was lost.
         """
-        batch, num_valid = inputs.batch, agreement.num_valid_tokens
+        batch, before = inputs.batch, self.progress
         assert batch is not None
-        self.position.move("step", step)
         num_tokens = batch.num_samples * self.config.training.seq_len
-        result = self.step_runner.run(
-            step, batch, num_valid, num_tokens=num_tokens, is_logged=self.metrics.due(step)
+        after = GroupPosition(
+            batch.position, chain_digest(before.digest_chain, agreement.data_digest)
         )
-        before = self.progress
+        totals = self.groups.exchange(GroupStep(agreement.num_valid_tokens, num_tokens, after))
+        num_valid = totals.num_valid_tokens
+        self.position.move("step", step)
+        losses, local = self.step_runner.compute_gradients(
+            step, batch, num_valid, num_tokens=num_tokens
+        )
+        by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
+        losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
+        total = self.groups.reduce(self.optimizer.local_gradients, losses_of_rank)
+        update = self.step_runner.update(is_logged=self.metrics.due(step))
+
         self.progress = Progress(
             step=step,
-            n_tokens_seen=before.n_tokens_seen + num_tokens,
-            position=batch.position,
-            digest_chain=chain_digest(before.digest_chain, agreement.data_digest),
+            n_tokens_seen=before.n_tokens_seen + totals.num_tokens,
+            position=after.position,
+            digest_chain=after.digest_chain,
         )
         self.update_gate.record(self.progress)
         return StepRecord(
             step=step,
             num_tokens=num_tokens,
+            num_other_tokens=totals.num_tokens - num_tokens,
             num_valid_tokens=num_valid,
-            local_valid_tokens=count_valid(result.local[1]),
-            local_valid_by_source=count_valid_by_source(
-                result.local[1], batch.sources, len(self.batches.sources)
-            ),
-            loss_share=result.losses.loss,
-            mtp_loss_share=result.losses.mtp,
-            loss_by_source=result.losses.by_source,
-            grad_norm=result.grad_norm,
-            skipped=result.skip,
+            local_valid_tokens=total.num_labels,
+            local_valid_by_source=total.labels_by_source,
+            loss_share=total.loss_share,
+            mtp_loss_share=losses.mtp,
+            loss_by_source=total.loss_by_source,
+            grad_norm=update.grad_norm,
+            skipped=update.skip,
             lr=self.optimizer.lr,
             group_lr=self.optimizer.group_lr,
             data_digest=agreement.data_digest,
@@ -583,6 +757,9 @@ class Trainer:
             data_loading_s=inputs.seconds,
             position=before.position,
         )
+
+    def _gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        return self.update_gate.gate(grad_norm)
 
     def _move_to_micro_batch(self, micro: int) -> None:
         self.position.move("step", self.position.current.step, micro)
@@ -592,11 +769,11 @@ class Trainer:
 
         The next step waits for the all-reduce, which has then finished.
         """
-        started = time.perf_counter()
+        started, position = time.perf_counter(), self.batches.position
         is_wanted = step <= self.config.training.steps
         batch = None
         try:
-            batch = next(self.batches, None) if is_wanted else None
+            batch = self.read_batch() if is_wanted else None
             if is_wanted and batch is None:
                 self.requests.add(Request.DATA_EXHAUSTED)
         except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step
@@ -608,7 +785,7 @@ class Trainer:
         local = StepAgreement.of_rank(0, 0, counts)
         if batch is not None and self.world.dims.counts_tokens(self.world.rank):
             local = StepAgreement.of_rank(batch.num_valid_tokens, batch.digest, counts)
-        return StepInput(batch, send(local, self.world.step_group), seconds)
+        return StepInput(batch, send(local, self.world.step_group), seconds, position)
 
     def _note_requests(self) -> None:
         """Record the requests of this rank to all ranks."""
@@ -676,12 +853,14 @@ class Trainer:
                 "global_batch_size": self.geometry.global_batch_size,
                 "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
-                "data": self.batches.state_dict(self.progress.position),
+                "data": self._data_state(),
                 "numbers": self.update_gate.state_dict(),
                 **asdict(self.progress),
             }
             if self.upcycled_from is not None:
                 summary["upcycled_from"] = self.upcycled_from
+            if extensions := used_extensions(self.config):
+                summary["extensions"] = extensions
             content: dict[str, Any] = {
                 "config_toml": dump_toml(self.config),
                 "summary": summary,
@@ -774,6 +953,7 @@ class Trainer:
 
     def close(self) -> None:
         """Flush and release files and threads."""
+        self.groups.close()
         self.heartbeat.close()
         self.metrics.close()
         self.garbage.close()

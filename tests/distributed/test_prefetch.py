@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torchtitan_like.distributed.data_parallel import apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.parallelize import find_blocks
+from torchtitan_like.distributed.world import build_mesh
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 NUM_BLOCKS = 4
@@ -34,7 +36,7 @@ def gathers_and_gradients(depth: int) -> tuple[list[str], list[str], list[torch.
         model,
         spec,
         blocks,
-        dims.build_mesh("cpu"),
+        build_mesh("cpu", dims.weights_shape(), ranks=[0, 1], timeout=timedelta(minutes=1)),
         dims,
         param_dtype="float32",
         reduce_dtype="float32",

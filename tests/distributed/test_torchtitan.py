@@ -24,7 +24,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.distributed.parity import build, release
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
-from tests.harness.torchtitan_run import ARGUMENTS, SAVED, STEPS, logits_of
+from tests.harness.torchtitan_run import (
+    ARGUMENTS,
+    SAVED,
+    STEPS,
+    continue_run,
+    logits_of,
+    read_batches,
+)
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.start import Start
@@ -208,6 +215,106 @@ def test_released_torchtitan_loads_a_converted_step(tmp_path: Path) -> None:
     model.load_state_dict(native_weights(open_contents(step), identity))
     theirs = logits_of(tmp_path / "converted", tokens)
     torch.testing.assert_close(theirs, model(tokens), rtol=0, atol=1e-5)
+
+
+MIDDLE = 4  # a native step of a resumed run, before the decay
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run from the stored step to the end, with its native steps."""
+    folder = tmp_path_factory.mktemp("native") / "run"
+    assert run_ranks(train, 1, [*resume_arguments(folder), *SKIP])
+    return folder
+
+
+def convert_run(step: Path, out: Path, *options: str) -> int:
+    return titan(["ckpt", "convert", str(step), str(out), "--to", "torchtitan", *options])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_converted_run_has_all_states_and_continues_here(native: Path, tmp_path: Path) -> None:
+    """Weights and moments are in TorchTitan's order, and return to ours without a change."""
+    step = native / f"checkpoint/step-{MIDDLE}"
+    assert convert_run(step, tmp_path / "step-4", "--data-ranks", "2") == 0
+    state = open_contents(tmp_path / "step-4").read_all()
+    rows = {row["step"]: row for row in read_rows(native / "metrics.jsonl")}
+    assert state["train_state"] == {"step": 4, "ntokens_seen": rows[4]["n_tokens_seen"] // 2}
+    assert state["lr_scheduler"]["last_epoch"] == 4
+    stored = open_contents(STORED / f"step-{SAVED}").read_all()
+    assert state["optimizer"].keys() == stored["optimizer"].keys()
+    assert state.keys() | {"dataloader"} == stored.keys()
+    group = {key: state["optimizer"][f"param_groups.norm.weight.{key}"] for key in ("lr", "betas")}
+    assert group == {"lr": pytest.approx(rows[5]["lr"], rel=1e-12), "betas": (0.9, 0.95)}
+    # TorchTitan's import of this program reads the folder, except for the absent data loader.
+    dcp.save(
+        state | {"dataloader": {"world_size": 2}},
+        storage_writer=dcp.FileSystemWriter(tmp_path / "with-loader", thread_count=1),
+        no_dist=True,
+    )
+    argv = resume_arguments(tmp_path / "run", tmp_path / "with-loader")
+    argv += ["--training.skip_steps", f"[[1, {MIDDLE}]]"]
+    assert run_ranks(train, 1, argv) == [(0, MIDDLE)]
+    again = list(read_rows(tmp_path / "run/metrics.jsonl"))
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in again] == [rows[row["step"]][key] for row in again]
+
+
+REFUSED = {
+    "weights only": ([], "has no optimizer and progress of this program"),
+    "dtype": (["--dtype", "bfloat16"], "with --dtype or --trust-pickle. Expected neither"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("case", REFUSED)
+def test_conversions_that_lose_states_are_refused(
+    case: str, native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, words = REFUSED[case]
+    step = native / f"checkpoint/step-{MIDDLE}"
+    source = STORED / f"step-{SAVED}" if case == "weights only" else step
+    assert convert_run(source, tmp_path / "out", *options) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        (
+            'name = "Lion"',
+            'The run has optimizer.name = "Lion", which TorchTitan 0.2 cannot resume',
+        ),
+        ('no_weight_decay = ["*norm*"]', "The run has optimizer.no_weight_decay"),
+    ],
+)
+def test_optimizers_without_a_counterpart_are_refused(
+    setting: str, words: str, native: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "run.toml"
+    text = (native / "config.toml").read_text()
+    section, _, rest = text.partition("[optimizer]\n")
+    kept = [
+        line for line in rest.splitlines() if not line.startswith(setting.split(" =")[0] + " =")
+    ]
+    config.write_text("\n".join([f"{section}[optimizer]", setting, *kept]))
+    step = native / f"checkpoint/step-{MIDDLE}"
+    assert convert_run(step, tmp_path / "out", "--config", str(config)) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@needs_torchtitan
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_released_torchtitan_continues_a_converted_run(native: Path, tmp_path: Path) -> None:
+    """Its checkpointer loads all states; its next losses, norms and rates equal this program's."""
+    assert convert_run(native / f"checkpoint/step-{MIDDLE}", tmp_path / "step-4") == 0
+    result = continue_run(tmp_path / "step-4", read_batches(tmp_path))
+    rows = {row["step"]: row for row in read_rows(native / "metrics.jsonl")}
+    assert (result["step"], result["tokens"]) == (MIDDLE, rows[MIDDLE]["n_tokens_seen"])
+    for key in ("loss", "grad_norm", "lr"):
+        values = [rows[step][key] for step in range(MIDDLE + 1, STEPS + 1)]
+        assert result[key] == pytest.approx(values, rel=TOLERANCE), key
 
 
 @pytest.mark.nightly

@@ -28,9 +28,8 @@ STEPS = 7
 SIZES = {"dim": 16, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16}
 SEQ_LEN = 16
 LR = 2e-3
-# The last step of the warm-up follows the checkpoint. The decay starts after these steps: there,
-# the two schedules differ by a step.
-SCHEDULE = {"warmup_steps": 5, "total_steps": 20, "decay_ratio": 0.2}
+# The last step of the warm-up, the stable phase, and the decay follow the checkpoint.
+SCHEDULE = {"warmup_steps": 4, "total_steps": 7, "decay_ratio": 0.4, "min_lr_factor": 0.1}
 ASSETS = ROOT / "tests/assets/checkpoints"
 ARGUMENTS = [
     *("--job.config_file", str(ROOT / "train_configs/debug_model.toml")),
@@ -141,6 +140,74 @@ def logits_of(step: Path, tokens: Tensor) -> Tensor:
     wrapper.load_state_dict(state)
     logits: Tensor = model(tokens)
     return logits
+
+
+class TrainState:
+    """The progress that TorchTitan's trainer saves."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.num_tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self.step, "ntokens_seen": self.num_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step = state["step"]
+        self.num_tokens = state["ntokens_seen"]
+
+
+def continue_run(step: Path, batches: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """Resume a full checkpoint with TorchTitan's checkpointer, and train on `batches` after it.
+
+    batches: of all steps, from the first one. Returns step, tokens, loss and gradient norm.
+    """
+    model = build_model()
+    from torchtitan.components.checkpoint import CheckpointManager
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.lr_scheduler import build_lr_schedulers
+    from torchtitan.components.optimizer import OptimizersContainer
+    from torchtitan.config.job_config import Checkpoint, LRScheduler
+    from torchtitan.distributed.utils import clip_grad_norm_
+
+    # Other settings than in the checkpoint: loading must replace them.
+    optimizers = OptimizersContainer([model], torch.optim.AdamW, {"lr": 1.0, "fused": True})
+    schedule: dict[str, Any] = SCHEDULE
+    schedulers = build_lr_schedulers(optimizers, LRScheduler(**schedule), STEPS)
+    progress = TrainState()
+    manager = CheckpointManager(
+        dataloader=ParallelAwareDataloader(Batches(), 0, 1, batch_size=1),
+        model_parts=[model],
+        optimizers=optimizers,
+        lr_schedulers=schedulers,
+        states={"train_state": progress},
+        checkpoint_config=Checkpoint(
+            enable=True,
+            folder="none",
+            initial_load_path=str(step),
+            initial_load_model_only=False,
+            exclude_from_loading=["dataloader"],
+            keep_latest_k=0,
+        ),
+        sd_adapter=None,
+        base_folder=str(step.parent / "of-torchtitan"),
+    )
+    if not manager.load():
+        raise RuntimeError(f"TorchTitan has loaded nothing from {step}. Expected a checkpoint")
+    result: dict[str, Any] = {"step": progress.step, "tokens": progress.num_tokens}
+    result |= {"loss": [], "grad_norm": [], "lr": []}
+    for tokens, labels in batches[progress.step :]:
+        optimizers.zero_grad()
+        logits = model(tokens)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss.backward()
+        norm = clip_grad_norm_(list(model.parameters()), 1.0, foreach=True)
+        result["lr"].append(optimizers.optimizers[0].param_groups[0]["lr"])
+        optimizers.step()
+        schedulers.step()
+        result["loss"].append(loss.item())
+        result["grad_norm"].append(norm.item())
+    return result
 
 
 def make(folder: Path) -> None:

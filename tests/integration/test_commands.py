@@ -12,10 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import (
-    comm_compute,
-    exposed_comm,
-)
+from scripts import comm_compute
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.cli import executable_commands, parse
@@ -36,6 +33,7 @@ GUIDES = sorted(
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]
+DEFAULT = "train_configs/debug_model.toml"  # of ./run_train.sh
 RUN_TRAIN = shlex.quote(str(ROOT / "run_train.sh"))
 # Sizes that reduce the default command to a run of seconds.
 TINY = (
@@ -297,11 +295,15 @@ CHECKS = {
     "salloc ": lambda words: check_job(words),
     "slurm/": lambda words: check_job(words),
     "titan slurm ": lambda words: parse_titan(words[1:]),
+    "titan k8s ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
+    "titan lighthouse ": lambda words: parse_titan(words[1:]),
+    "TORCHFT_LIGHTHOUSE=": lambda words: check(
+        [DEFAULT, "--world-size", words[1].partition("=")[2], *words[3:]]
+    ),
     "titan run ": lambda words: parse_titan(words[1:]),
-    "python scripts/exposed_comm.py ": lambda words: exposed_comm.parse(words[2:]),
     "titan ckpt ": lambda words: parse_titan(words[1:]),
     "python slurm/notify.py ": lambda words: notify.senders_of(
         notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}
@@ -321,6 +323,7 @@ CHECKS = {
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     "titan check ": lambda words: check_titan(words[2:]),
+    "titan draw ": lambda words: parse_titan(words[1:]),
     "titan train ": lambda words: check_train(words),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
@@ -332,6 +335,8 @@ CHECKS = {
     "python -m tests.gpu_null.harness 2 ": lambda words: check(["--world-size", "2", *words[4:]]),
     "NULL_GPU_PYTHON=": lambda words: check_shell("run_tests.sh", "--null-gpu"),
     "benchmarks/gpu.sh": lambda words: check_shell("benchmarks/gpu.sh", "tests"),
+    # tests/distributed/test_larger_world.py runs the program of this guide.
+    "torchrun --nproc_per_node=4 post_training.py": lambda words: None,
     "torchrun --nproc_per_node=8 -m torchtitan_like.train ": lambda words: check(
         ["--world-size", "8", *words[4:]]
     ),
@@ -421,9 +426,11 @@ IN_TRAINED = {
     "checkpoint/step-N.nonfinite": "outputs/checkpoint/step-4",
     "--step 1203": "--step 3",
 }
-# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
+# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`, and
+# test_web.py serves pages.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
+    *("titan k8s init ", "titan draw ", "titan run plot "),
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 
@@ -431,7 +438,11 @@ RUNNABLE = (
 def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained[0])
     Path("prompts.jsonl").write_text('{"prompt": "To be"}\n{"prompt": "The"}\n')
-    commands = [command for command in documented_commands() if command.startswith(RUNNABLE)]
+    commands = [
+        command
+        for command in documented_commands()
+        if command.startswith(RUNNABLE) and "--web" not in command
+    ]
     assert len(commands) > len(RUNNABLE)
     for command in commands:
         for text, replacement in IN_TRAINED.items():
@@ -468,7 +479,6 @@ def test_documented_variables_exist() -> None:
 
 UNAVAILABLE = (
     "model.converters=quantize.linear.mx",
-    "fault_tolerance.enable=true",
     "experimental.custom_args_module=my.module",
 )
 

@@ -22,6 +22,7 @@ from tests.integration.forked import ForkedTrainer
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.report.trace.table import analyze
 from torchtitan_like.util.jsonl import read_rows
 
 CPU = torch.device("cpu")
@@ -432,6 +433,17 @@ def test_every_rank_writes_a_trace_of_each_profiler_cycle(default: RunResult) ->
     }
     for trace in files:
         assert json.loads((traces / trace).read_text())["traceEvents"]
+
+
+def test_the_traces_of_cpu_ranks_are_measured(default: RunResult) -> None:
+    analysis = analyze(default.dump_folder, 3, None)
+    assert [(step, times.rank) for step, times in analysis.steps()] == [(3, 0), (3, 1)]
+    for _, times in analysis.steps():
+        parts = (times.compute, times.exposed, times.data_wait, times.idle)
+        assert min(parts) > 0
+        assert sum(parts) == pytest.approx(times.end - times.start)
+    assert analysis.clocks[1].reference == 0 and analysis.clocks[1].num_collectives > 10
+    assert analysis.straggler is not None and analysis.problems == []
 
 
 def test_metrics_jsonl_has_the_documented_keys(default: RunResult) -> None:

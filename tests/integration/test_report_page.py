@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,17 @@ from typing import Any
 
 import pytest
 
+from tests.harness.browser import (
+    BROWSER_MARKS,
+    PAINTED,
+    WIDTHS,
+    artifact_folder,
+    console_errors,
+    emulated_device,
+    read_colors,
+    save_screenshot,
+    start_browser,
+)
 from tests.harness.runner import ROOT
 from tests.unit.report.run_folder import (
     SCRIPT,
@@ -24,15 +34,7 @@ from tests.unit.report.run_folder import (
     write_steady_run,
 )
 
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-CHROMEDRIVER = shutil.which("chromedriver")
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(
-        CHROMIUM is None or CHROMEDRIVER is None, reason="needs chromium and chromedriver"
-    ),
-]
-WIDTHS = {"desktop": 1300, "phone": 390}
+pytestmark = BROWSER_MARKS
 # The pixel of a row of a curve in the window. figure, curve: their numbers.
 PIXEL_OF_ROW = """
 const [number, name, step] = arguments;
@@ -48,18 +50,6 @@ return [
   box.top + view.frame.y_scale.compute(source.get_array("value")[row]),
 ];
 """
-# The page and its curves have been painted.
-PAINTED = """
-const done = arguments[0];
-requestAnimationFrame(() => requestAnimationFrame(() => done()));
-"""
-
-
-def read_colors(path: Path) -> Callable[[float, float], tuple[int, int, int]]:
-    from PIL import Image
-
-    image = Image.open(path).convert("RGB")
-    return lambda x, y: image.getpixel((round(x), round(y)))
 
 
 class Page:
@@ -91,44 +81,20 @@ class Page:
 
     def screenshot(self, name: str) -> Path:
         """Save what the window shows next to the page."""
-        self.browser.execute_async_script(PAINTED)
-        path = self.file.with_name(f"{self.file.stem}-{name}.png")
-        self.browser.save_screenshot(str(path))
-        return path
+        return save_screenshot(self.browser, self.file.with_name(f"{self.file.stem}-{name}.png"))
 
     def errors(self) -> list[str]:
-        messages = self.browser.get_log("browser")
-        return [one["message"] for one in messages if one["level"] in ("SEVERE", "ERROR")]
+        return console_errors(self.browser)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
-    from selenium.webdriver.chrome.service import Service
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--hide-scrollbars",
-        "--force-device-scale-factor=1",
-        "--window-size=1300,900",
-    ):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=Service(CHROMEDRIVER))
-    driver.set_script_timeout(30)
-    yield driver
-    driver.quit()
+    yield from start_browser()
 
 
 @pytest.fixture
 def open_report(browser: Any, tmp_path: Path) -> Callable[..., Page]:
-    folder = Path(os.environ.get("REPORT_SCREENSHOTS", tmp_path))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = artifact_folder(tmp_path)
 
     def open_page(name: str, *runs: Path) -> Page:
         page = folder / f"{name}.html"
@@ -230,14 +196,7 @@ def test_two_runs_fit_the_screen(
 ) -> None:
     runs = [write_steady_run(tmp_path / "a"), write_killed_run(tmp_path / "b")]
     page = open_report(f"two-{device}-{scheme}", *runs)
-    width = WIDTHS[device]
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
-    page.browser.execute_cdp_cmd(
-        "Emulation.setDeviceMetricsOverride",
-        {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": device == "phone"},
-    )
-    try:
+    with emulated_device(page.browser, device, scheme) as width:
         color_at = read_colors(page.screenshot("top"))
         assert (sum(color_at(2, 2)) < 200) == (scheme == "dark")
         assert page.run("return document.documentElement.scrollWidth") <= width
@@ -248,9 +207,6 @@ def test_two_runs_fit_the_screen(
         )
         assert {"a: train", "b: train"} <= set(names)
         assert page.errors() == []
-    finally:
-        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
-        page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_scripts_in_a_run_are_not_executed(

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 from torch.distributed import run as torch_run
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.launcher import api as launcher_api
 
-from torchtitan_like.torchrun import early_code, set_rendezvous
+from torchtitan_like.process_start import LAUNCHER
+from torchtitan_like.torchrun import (
+    EXIT_BARRIER_S,
+    STOP_SIGNALS,
+    early_code,
+    main,
+    set_rendezvous,
+)
 
 
 @pytest.mark.parametrize(
@@ -60,3 +71,19 @@ def test_other_backends_are_not_replaced() -> None:
     )
     set_rendezvous(arguments)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint) == ("etcd", "etcd:1")
+
+
+def test_launchers_do_not_wait_long_for_one_that_got_a_signal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents = []
+    monkeypatch.setattr(launcher_api, "LocalElasticAgent", LocalElasticAgent)
+    monkeypatch.setattr(torch_run, "run", lambda _: agents.append(launcher_api.LocalElasticAgent))
+    monkeypatch.setenv(LAUNCHER, "")
+    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    try:
+        assert main(["--nnodes=2", "--node_rank=0", "--master_addr=node-1", "program.py"]) == 0
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    assert [agent.keywords for agent in agents] == [{"exit_barrier_timeout": EXIT_BARRIER_S}]

@@ -1,4 +1,4 @@
-"""Continue a run of TorchTitan 0.2 from its full checkpoint.
+"""Continue a run of TorchTitan 0.2 from its full checkpoint. `tools.torchtitan` writes one.
 
 Its checkpoint is a folder of torch.distributed.checkpoint (DCP) with these names:
 
@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
@@ -35,12 +35,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
+OPTIMIZERS = ("Adam", "AdamW")  # of TorchTitan, as torch.optim names them
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = re.compile(r"state\.(?P<parameter>.+)\.(?P<key>exp_avg|exp_avg_sq|step)")
 _STEP = "train_state.step"
 _TOKENS = "train_state.ntokens_seen"
 _NUM_DATA_RANKS = "dataloader.world_size"
 _EPOCH = "lr_scheduler.last_epoch"
+
+
+class AdamSettings(NamedTuple):
+    """The optimizer of a run whose parameters all have the same settings.
+
+    name: in `OPTIMIZERS`. lr: learning rate of the next step. peak_lr: what the schedule multiplies.
+    """
+
+    name: str
+    lr: float
+    peak_lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    implementation: str
 
 
 def read_step(folder: Path) -> int:
@@ -158,8 +174,7 @@ def _check_schedule(path: Path, step: int) -> None:
         )
     logger.warning(
         f"{path} holds the position of TorchTitan's schedule, not its settings. This run uses its own "
-        "[optimizer] and [lr_scheduler]. With equal settings, its learning rate is equal except in "
-        "the decay, which it enters one step earlier"
+        "[optimizer] and [lr_scheduler]. With equal settings, its learning rates are equal"
     )
 
 

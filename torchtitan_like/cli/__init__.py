@@ -103,6 +103,10 @@ RUN = (
         "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
     ),
     Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
+    Command("run plot", "Inspect", "draw metrics of one or several runs", "run.plot"),
+    Command(
+        "run trace", "Inspect", "measure and merge the profiler traces of all ranks", "run.trace"
+    ),
     Command(
         "run replay",
         "Inspect",
@@ -131,6 +135,19 @@ SLURM = (
     Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm.after"),
 )
 
+K8S = (
+    Command(
+        "k8s init", "Files", "write the files of a Kubernetes or SkyPilot job, to edit", "k8s.init"
+    ),
+    Command(
+        "k8s pod",
+        "In job.yaml",
+        "train in a pod of an Indexed Job",
+        "k8s.pod",
+        takes_settings=True,
+    ),
+)
+
 # In the order of `titan --help`.
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
@@ -145,6 +162,13 @@ COMMANDS = (
         takes_settings=True,
     ),
     Command(
+        "draw",
+        "Train",
+        "draw the mesh and the pipeline schedule of a configuration",
+        "draw",
+        takes_settings=True,
+    ),
+    Command(
         "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
     ),
     Command(
@@ -152,7 +176,9 @@ COMMANDS = (
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
+    Command("lighthouse", "Nodes", "tell replica groups which of them are alive", "lighthouse"),
     Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
+    Command("k8s", "Nodes", "write files of Kubernetes jobs, run their pods", verbs=K8S),
     Command(
         "ckpt",
         "Checkpoints",
@@ -186,9 +212,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str]) -> int:
     if words[:1] == ["--version"]:
-        from torchtitan_like import __version__
+        from torchtitan_like.util.version import describe_version
 
-        print(__version__)
+        print(describe_version())
         return 0
     prog = "titan"
     commands: Sequence[Command] = COMMANDS

@@ -62,15 +62,18 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         default="",
         help="module (found through PYTHONPATH) or .py file to import first, which registers "
-        "the checkpoint's "
-        "model. The module that the checkpoint's own config names is never imported",
+        "the checkpoint's model or extensions. The module that the checkpoint's own config names "
+        "is never imported",
     )
 
 
-def run_checked(action: Callable[[], int], *, damage_code: int = DAMAGED) -> int:
+def run_checked(
+    action: Callable[[], int], *, damage_code: int = DAMAGED, is_leader: bool = True
+) -> int:
     """Call `action` and return its code. Print expected errors, and return 2.
 
     damage_code: returned for a damaged checkpoint instead.
+    is_leader: False on ranks that print nothing, because another rank prints the same error.
     """
     from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
     from torchtitan_like.config import ConfigError
@@ -80,7 +83,8 @@ def run_checked(action: Callable[[], int], *, damage_code: int = DAMAGED) -> int
     try:
         return action()
     except (CheckpointError, ConfigError, DataError, OSError) as error:
-        show_problem(error)
+        if is_leader:
+            show_problem(error)
         return damage_code if isinstance(error, DamagedError) else FAILED
 
 

@@ -12,7 +12,7 @@ from torchtitan_like.cli.common import (
     end_rank,
     positive_int,
     print_json,
-    show_problem,
+    run_checked,
 )
 from torchtitan_like.cli.generate import add_batch_size_flag, add_loading_flags
 
@@ -69,16 +69,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import DataError
     from torchtitan_like.distributed.world import launched_as
     from torchtitan_like.inference import evaluation
     from torchtitan_like.inference.loading import inference_world, load_checkpoint
     from torchtitan_like.inference.scoring import Scorer
 
     with inference_world(launched_as()) as world:
-        try:
+
+        def evaluate() -> int:
             output = evaluation.output_file(arguments.step, arguments.output)
             tasks = evaluation.Tasks(arguments.tasks.split(","), arguments.include_path)
             loaded = load_checkpoint(
@@ -94,20 +92,12 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             )
             rows = [{"step": loaded.step, **row} for row in results]
             world.step_group.run_on_leader(lambda: evaluation.append_rows(output, rows))
-        except (
-            CheckpointError,
-            ConfigError,
-            DataError,
-            OSError,
-            evaluation.EvaluationError,
-        ) as error:
             if world.rank == 0:
-                show_problem(error)
-            return FAILED
-        if world.rank == 0:
-            if arguments.json:
-                print_json(rows)
-            else:
-                print(evaluation.table_of(rows))
-                print(f"\nWritten to {output}")
-    return 0
+                if arguments.json:
+                    print_json(rows)
+                else:
+                    print(evaluation.table_of(rows))
+                    print(f"\nWritten to {output}")
+            return 0
+
+        return run_checked(evaluate, damage_code=FAILED, is_leader=world.rank == 0)

@@ -14,7 +14,7 @@ from torchtitan_like.cli.common import (
     end_rank,
     positive_int,
     print_json,
-    show_problem,
+    run_checked,
 )
 from torchtitan_like.util.output import show_error
 
@@ -133,9 +133,6 @@ def _problem(arguments: argparse.Namespace) -> str | None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import DataError
     from torchtitan_like.distributed.world import launched_as
     from torchtitan_like.inference.completion import complete, encode_prompts
     from torchtitan_like.inference.generation import Sampling
@@ -143,7 +140,8 @@ def _generate(arguments: argparse.Namespace) -> int:
 
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     with inference_world(launched_as()) as world:
-        try:
+
+        def generate() -> int:
             prompts = world.step_group.run_on_leader(lambda: _read_prompts(arguments))
             loaded = load_checkpoint(
                 arguments.step,
@@ -160,13 +158,11 @@ def _generate(arguments: argparse.Namespace) -> int:
                 stop=arguments.stop,
                 batch_size=arguments.batch_size,
             )
-        except (CheckpointError, ConfigError, DataError, OSError) as error:
             if world.rank == 0:
-                show_problem(error)
-            return FAILED
-        if world.rank == 0:
-            _print(prompts, completions, as_json=arguments.json)
-    return 0
+                _print(prompts, completions, as_json=arguments.json)
+            return 0
+
+        return run_checked(generate, damage_code=FAILED, is_leader=world.rank == 0)
 
 
 def _read_prompts(arguments: argparse.Namespace) -> list[Prompt]:

@@ -5,22 +5,35 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from torchtitan_like.util.bundle import find_config
 
 
 class HelpWithSettings(argparse.Action):
-    """``--help``: print the options of the command, then all settings of a configuration."""
+    """``--help``: print the options of the command, then all settings of a configuration.
+
+    A config file in front of it may import a module that registers names and sections.
+    """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_unused: object) -> None:
         super().__init__(
             option_strings, dest, nargs=0, help="show this help and all settings, and exit"
         )
 
-    def __call__(self, parser: argparse.ArgumentParser, *_unused: object) -> None:
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_unused: object
+    ) -> None:
         from torchtitan_like.config.document import help_text
+        from torchtitan_like.config.loader import import_extensions
+        from torchtitan_like.util.modules import searching_modules_in
+        from torchtitan_like.util.output import show_error
 
+        argv = with_config(namespace.config, [], show_error)
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+            for problem in import_extensions(argv):
+                show_error(str(problem))
         sys.stdout.write(f"{parser.format_help()}\n{help_text()}")
         parser.exit()
 

@@ -24,6 +24,8 @@ RENAMED: dict[Path, Path] = {
 }
 MOVED_SECTIONS: dict[Path, Path] = {("float8",): ("quantize", "linear", "float8")}
 RENAMED_CONVERTERS = {"float8": "quantize.linear.float8"}
+# TorchTitan has a name of its own for models that are split into fragments.
+RENAMED_MODELS = {"llama3_ft": "llama3"}
 
 
 def current_path(path: Path) -> Path:
@@ -44,6 +46,8 @@ def _current_value(path: Path, value: Any) -> Any:
     if path == ("model", "converters") and isinstance(value, list):
         names = RENAMED_CONVERTERS
         return [names.get(item, item) if isinstance(item, str) else item for item in value]
+    if path == ("model", "name") and isinstance(value, str):
+        return RENAMED_MODELS.get(value, value)
     return value
 
 

@@ -177,7 +177,8 @@ def _convert_list(values: list[str], setting: Setting) -> Any:
             return [[_parse_toml_value(item) for item in _split(group)] for group in values]
         return [_split(group) for group in values]
     items = _split(text)
-    return [_parse_toml_value(item) for item in items] if item_types == (int,) else items
+    is_numeric = item_types in ((int,), (float,))
+    return [_parse_toml_value(item) for item in items] if is_numeric else items
 
 
 def _split(text: str) -> list[str]:

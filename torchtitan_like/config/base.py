@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtitan_like.config.facts import Facts
 from torchtitan_like.config.rules import Rule, broken_rules
+from torchtitan_like.util import registry
+from torchtitan_like.util.registry import Kind
 
 if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
     from typing_extensions import Self
 
 
@@ -21,6 +24,34 @@ class Expected:
     """Metadata of a type: a description of its valid values, for errors and documents."""
 
     description: str
+
+
+@dataclass(frozen=True)
+class NameOf:
+    """Metadata of a string: one of these names, or a name of this kind that user code registers."""
+
+    kind: Kind
+    built_in: tuple[str, ...] = ()
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        return (*self.built_in, *registry.names(self.kind))
+
+    @property
+    def description(self) -> str:
+        listed = ", ".join(f'"{name}"' for name in self.choices)
+        registered = f"a registered {registry.label(self.kind)} (experimental.custom_import)"
+        return f"{listed}, or {registered}" if listed else registered
+
+    def __get_pydantic_core_schema__(
+        self, source: type[Any], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, name: str) -> str:
+        if name not in self.choices:
+            raise ValueError(f"expected {self.description}")
+        return name
 
 
 class Section(BaseModel):

@@ -15,7 +15,7 @@ from torchtitan_like.config.base import Section
 from torchtitan_like.config.facts import Need
 from torchtitan_like.config.fields import Path, Setting, settings_of
 from torchtitan_like.config.not_available import NOT_AVAILABLE
-from torchtitan_like.config.schema import JobConfig
+from torchtitan_like.config.schema import job_config
 from torchtitan_like.config.toml_text import toml_value
 
 _SYNTAX = """\
@@ -73,10 +73,10 @@ Each rank reads the file and its arguments by itself. All ranks end with exit co
 
 
 def _sections(
-    section: type[Section] = JobConfig, path: Path = ()
+    section: type[Section] | None = None, path: Path = ()
 ) -> Iterator[tuple[Path, type[Section]]]:
     """Yield every table of the schema that contains settings, with its path."""
-    for setting in settings_of(section, path):
+    for setting in settings_of(section or job_config(), path):
         inner = setting.section
         if inner is None:
             continue

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from torchtitan_like.config.base import EXPAND_HOME, Expected, HomePath, Section
+from torchtitan_like.config.base import EXPAND_HOME, Expected, HomePath, NameOf, Section
 from torchtitan_like.config.facts import Affected, Facts, Need
-from torchtitan_like.config.schema import JobConfig
+from torchtitan_like.config.schema import job_config
 
 Path = tuple[str, ...]
 
@@ -51,16 +51,33 @@ class Setting:
     @property
     def choices(self) -> tuple[str, ...]:
         """Allowed words of a choice, or of the items of a list of choices."""
+        if (name := self.name_of) is not None:
+            return name.choices
         kind = get_args(self.kind)[0] if get_origin(self.kind) is list else self.kind
         return get_args(kind) if get_origin(kind) is Literal else ()
+
+    @property
+    def name_of(self) -> NameOf | None:
+        """The kind of name that this setting has, or each item of its list; None for other values."""
+        return next(_names_in((self.field.metadata, self.field.annotation)), None)
 
     @property
     def expected(self) -> str:
         """A description of valid values, such as `an integer > 0`."""
         metadata = self.field.metadata
         described = [item.description for item in metadata if isinstance(item, Expected)]
+        if (name := self.name_of) is not None:
+            prefix = "a list of: " if get_origin(self.kind) is list else "one of "
+            described = [prefix + name.description]
         text = described[0] if described else _describe(self.kind) + _limits(metadata)
         return f"{text}, or None" if self.optional else text
+
+    @property
+    def is_described(self) -> bool:
+        """True if `expected` describes what the validators of the setting accept."""
+        return self.name_of is not None or any(
+            isinstance(item, Expected) for item in self.field.metadata
+        )
 
     @property
     def description(self) -> str:
@@ -68,7 +85,7 @@ class Setting:
 
     @property
     def default(self) -> Any:
-        return self.field.default
+        return self.field.get_default(call_default_factory=True, validated_data={})
 
     @property
     def is_required(self) -> bool:
@@ -78,7 +95,7 @@ class Setting:
     def facts(self) -> Facts:
         """The facts that the field itself declares."""
         extra = self.field.json_schema_extra
-        facts = extra["facts"] if isinstance(extra, dict) else None
+        facts = extra.get("facts") if isinstance(extra, dict) else None
         return facts if isinstance(facts, Facts) else Facts()
 
     @property
@@ -122,6 +139,16 @@ class Setting:
         return sections
 
 
+def _names_in(annotation: Any) -> Iterator[NameOf]:
+    """Yield the `NameOf` in a type and the types in it. Tables of other settings have none."""
+    if isinstance(annotation, NameOf):
+        yield annotation
+    parts = annotation if isinstance(annotation, (list, tuple)) else get_args(annotation)
+    if get_origin(annotation) is not dict:
+        for part in parts:
+            yield from _names_in(part)
+
+
 def _strip_optional(annotation: Any) -> tuple[Any, bool]:
     """Return the type without Annotated and without `| None`, and True if None is allowed."""
     if get_origin(annotation) is Annotated:
@@ -133,6 +160,7 @@ def _strip_optional(annotation: Any) -> tuple[Any, bool]:
 
 
 _DESCRIPTIONS = {bool: "true or false", int: "an integer", float: "a number", str: "a string"}
+_PLURALS = {bool: "true and false", int: "integers", float: "numbers", str: "strings"}
 
 
 def _describe(kind: Any) -> str:
@@ -144,7 +172,9 @@ def _describe(kind: Any) -> str:
         item = get_args(kind)[0]
         if get_origin(item) is Literal:
             return "a list of: " + ", ".join(f'"{word}"' for word in get_args(item))
-        return "a list of lists of strings" if get_origin(item) is list else "a list of strings"
+        if get_origin(item) is list:
+            return "a list of lists of strings"
+        return f"a list of {_PLURALS.get(item, 'values')}"
     if get_origin(kind) is dict or (isinstance(kind, type) and issubclass(kind, Section)):
         return "a table of settings"
     return _DESCRIPTIONS.get(kind, "a value")
@@ -173,12 +203,13 @@ def settings_of(section: type[Section], prefix: Path = ()) -> Iterator[Setting]:
         yield Setting((*prefix, name), field)
 
 
-def all_settings(section: type[Section] = JobConfig, prefix: Path = ()) -> Iterator[Setting]:
+def all_settings(section: type[Section] | None = None, prefix: Path = ()) -> Iterator[Setting]:
     """Yield every key of the schema, with the keys of sub-tables in place of the sub-tables.
 
     A table of named tables is yielded, and then the keys of one table under `<name>`.
+    section: None: the whole configuration.
     """
-    for setting in settings_of(section, prefix):
+    for setting in settings_of(section or job_config(), prefix):
         if setting.section is None:
             yield setting
         elif setting.is_named_tables:
@@ -190,7 +221,7 @@ def all_settings(section: type[Section] = JobConfig, prefix: Path = ()) -> Itera
 
 def find(path: Path) -> Setting | None:
     """Return the Setting of a path, or None. For a key in a free table it is the table's."""
-    section: type[Section] = JobConfig
+    section: type[Section] = job_config()
     setting = None
     rest = list(path)
     while rest:
@@ -214,7 +245,7 @@ def names_at(path: Path) -> list[str]:
     Empty if the path is not a table, or if users name its keys.
     """
     if not path:
-        return list(JobConfig.model_fields)
+        return list(job_config().model_fields)
     setting = find(path)
     if setting is None or setting.section is None:
         return []

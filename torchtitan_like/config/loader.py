@@ -17,12 +17,14 @@ from torchtitan_like.config.arguments import parse_arguments, suggest_key, wants
 from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, merge, read_files
 from torchtitan_like.config.problems import ConfigError, Problem
-from torchtitan_like.config.schema import JobConfig
-from torchtitan_like.util.modules import is_file_name
+from torchtitan_like.config.schema import JobConfig, job_config
+from torchtitan_like.util.modules import describe_line, import_named, is_file_name
 from torchtitan_like.util.suggestions import did_you_mean
 
 # Path components of pydantic errors that are no keys: for the names of tables, and for unions.
 _NO_KEYS = ("[key]", "int", "float")
+# Types of pydantic errors whose message a validator has written.
+_OWN_MESSAGE = ("value_error", "assertion_error")
 # Suggestions for misspelled names are slow to compute.
 MAX_SUGGESTIONS = 50
 USAGE = """\
@@ -30,11 +32,48 @@ usage: titan train X.toml [--section.key VALUE ...]
        torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key VALUE ...]
 """
 CUSTOM_IMPORT = ("experimental", "custom_import")
+CUSTOM_IMPORT_KEY = ".".join(CUSTOM_IMPORT)
+
+
+def import_extensions(argv: list[str]) -> list[Problem]:
+    """Import the module of `experimental.custom_import`, which may register names and sections.
+
+    argv: see `load_config`. Returns the problem of an import that fails.
+    """
+    layers, _ = _read_layers(argv)
+    origin, module = "", ""
+    for layer in layers:
+        for path, value in layer.leaves:
+            if path == CUSTOM_IMPORT and isinstance(value, str):
+                origin, module = layer.origin, _absolute_code_file(path, value, layer.origin)
+    problem = import_module(module)
+    return [] if problem is None else [replace(problem, origin=origin)]
+
+
+def import_module(name: str) -> Problem | None:
+    """Import the user's module or .py file of that name. "" is no module.
+
+    Returns the problem of an import that fails.
+    """
+    try:
+        if name:
+            import_named(name)
+    except Exception as error:  # user code may raise anything
+        expected = (
+            "a module or a .py file that can be imported; "
+            f"{type(error).__name__}: {error}{describe_line(error)}"
+        )
+        remedy = "correct it"
+        if isinstance(error, ModuleNotFoundError) and error.name == name:
+            remedy = "add the module's folder to PYTHONPATH"
+        return Problem(CUSTOM_IMPORT_KEY, name, expected, remedy)
+    return None
 
 
 def load_config(argv: list[str]) -> JobConfig:
     """Load and check the configuration of a command line: `--job.config_file` and other settings.
 
+    Imports no user code: see `import_extensions`.
     Precedence: command line > TOML file > the file that it extends > defaults. `--help` prints all
     settings and exits with 0. Raises ConfigError with every problem.
     """
@@ -43,15 +82,33 @@ def load_config(argv: list[str]) -> JobConfig:
 
         sys.stdout.write(f"{USAGE}\n{help_text()}")
         raise SystemExit(0)
-    arguments, problems = parse_arguments(argv)
+    _, problems = parse_arguments(argv)
+    layers, unreadable = _read_layers(argv)
+    config = build_config(layers, [*unreadable, *problems], complete=not unreadable)
+    config._notices += tuple(_ignored_config_files(layers[:-1]))
+    return _in_folder_of_group(config)
+
+
+def _in_folder_of_group(config: JobConfig) -> JobConfig:
+    """Return the configuration with the run folder of its replica group, <dump_folder>/replica_<id>.
+
+    The groups of a job have the same job.dump_folder, and each is a run. A configuration that a
+    group has stored has its folder already.
+    """
+    section, folder = config.fault_tolerance, FilePath(config.job.dump_folder)
+    name = f"replica_{section.replica_id}"
+    if not section.enable or folder.name == name:
+        return config
+    job = config.job.model_copy(update={"dump_folder": str(folder / name)})
+    return config.model_copy(update={"job": job})
+
+
+def _read_layers(argv: list[str]) -> tuple[list[Layer], list[Problem]]:
+    """Return the layers of a command line, the arguments last, and the problems of its files."""
+    arguments, _ = parse_arguments(argv)
     file = dict(arguments.leaves).get(("job", "config_file"))
-    layers: list[Layer] = []
-    unreadable: list[Problem] = []
-    if file is not None:
-        layers, unreadable = read_files(file)
-    config = build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
-    config._notices += tuple(_ignored_config_files(layers))
-    return config
+    layers, unreadable = ([], []) if file is None else read_files(file)
+    return [*layers, arguments], unreadable
 
 
 def load_stored_config(file: FilePath, settings: Sequence[str] = ()) -> JobConfig:
@@ -142,7 +199,7 @@ def _validate(
     faulty: set[str] = set()
     while True:
         try:
-            return JobConfig.model_validate(merged), faulty
+            return job_config().model_validate(merged), faulty
         except ValidationError as invalid:
             removed = False
             for error in invalid.errors(include_url=False):
@@ -211,8 +268,11 @@ def _explain(path: Path, error: Any, origins: dict[Path, str], may_suggest: bool
         remedy = "" if isinstance(value, str) else f"write [{key}] and its settings below"
         expected = "a table of settings, named with letters, digits, - and _"
         return Problem(key, value, expected, remedy, origin)
+    if kind in _OWN_MESSAGE and not setting.is_described:  # by the validator of a user's section
+        return Problem(key, value, f"{setting.expected}; {error['msg']}", "", origin)
     remedy = _suggest_value(setting.expected, setting.choices, value)
-    return Problem(key, value, setting.expected, remedy, origin)
+    involves = () if setting.name_of is None else (CUSTOM_IMPORT_KEY,)
+    return Problem(key, value, setting.expected, remedy, origin, involves=involves)
 
 
 def _suggest_value(expected: str, choices: tuple[str, ...], value: Any) -> str:
@@ -252,8 +312,12 @@ def _describe_unknown(path: Path, value: Any, origin: str) -> Problem:
     siblings = names_at(parent)
     remedy = did_you_mean(path[-1], siblings, prefix="".join(f"{name}." for name in parent))
     if isinstance(value, dict) and not parent:
-        remedy = remedy or "sections are: " + ", ".join(siblings)
-        return Problem(key, None, "a known section", remedy, origin)
+        remedy = remedy or (
+            f"sections are: {', '.join(siblings)}; {CUSTOM_IMPORT_KEY} names the module that "
+            "registers others"
+        )
+        involves = (CUSTOM_IMPORT_KEY,)
+        return Problem(key, None, "a known section", remedy, origin, involves=involves)
     return Problem(key, value, "a known setting", remedy or suggest_key(key), origin)
 
 

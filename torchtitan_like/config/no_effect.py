@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.problems import NO_EFFECT, Problem
-from torchtitan_like.config.schema import JobConfig
+from torchtitan_like.config.schema import JobConfig, job_config
 
 
 def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[Problem]:
@@ -15,7 +15,7 @@ def without_effect(config: JobConfig, *, every_layer: bool = False) -> Iterable[
     Files often contain the settings of features that they disable. So a setting counts only if it
     was written in a later layer than the unmet need, unless `every_layer` is True.
     """
-    defaults = JobConfig()
+    defaults = job_config()()
     for setting in all_settings():
         key = setting.key
         if "<name>" in setting.path or config.value_of(key) == defaults.value_of(key):

@@ -12,6 +12,11 @@ if TYPE_CHECKING:
     from torchtitan_like.config.schema import JobConfig
 
 
+# Values of TorchTitan's custom_config_module whose settings this schema has: none, and the ones of
+# [fault_tolerance].
+BUILT_IN_MODULES = ("", "torchtitan.components.ft.config")
+
+
 def _not_available(
     key: str, is_requested: Callable[[JobConfig], bool], remedy: str
 ) -> Rule[JobConfig]:
@@ -26,6 +31,12 @@ def _not_available(
     )
 
 
+UNAVAILABLE_CONVERTERS = {
+    "quantize.grouped_mm.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.mx",
+}
+
 NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     _not_available(
         "parallelism.expert_parallel_comm_backend",
@@ -37,11 +48,8 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     ),
     _not_available(
         "model.converters",
-        lambda config: not {"quantize.linear.float8"}.issuperset(config.model.converters),
-        'remove all converters except "quantize.linear.float8"',
-    ),
-    _not_available(
-        "fault_tolerance.enable", lambda config: config.fault_tolerance.enable, "set it to false"
+        lambda config: not UNAVAILABLE_CONVERTERS.isdisjoint(config.model.converters),
+        'remove all converters except "quantize.linear.float8" and registered ones',
     ),
     _not_available(
         "memory_estimation.disable_fake_mode",
@@ -52,12 +60,12 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
     ),
     _not_available(
         "job.custom_config_module",
-        lambda config: bool(config.job.custom_config_module),
+        lambda config: config.job.custom_config_module not in BUILT_IN_MODULES,
         "leave it out",
     ),
     _not_available(
         "experimental.custom_args_module",
-        lambda config: bool(config.experimental.custom_args_module),
+        lambda config: config.experimental.custom_args_module not in BUILT_IN_MODULES,
         "leave it out",
     ),
 )

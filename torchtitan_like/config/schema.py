@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import PrivateAttr
+from pydantic import PrivateAttr, create_model
 
 from torchtitan_like.config import sections_run, sections_scale, sections_training
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.problems import Problem
+from torchtitan_like.util import registry
 
 
 class JobConfig(Section):
@@ -94,6 +96,12 @@ class JobConfig(Section):
         return replace(problem, value=value, origin=origin)
 
     @property
+    def extra_sections(self) -> dict[str, Section]:
+        """The sections that user code has registered, by name."""
+        names = type(self).model_fields.keys() - JobConfig.model_fields.keys()
+        return {name: getattr(self, name) for name in sorted(names)}
+
+    @property
     def reads_text(self) -> bool:
         """True if this run tokenizes text: at least one dataset is not made of token files."""
         used = [self.data.sources]
@@ -108,3 +116,17 @@ class JobConfig(Section):
     def notices(self) -> tuple[Problem, ...]:
         """Warnings of the loader, e.g. about settings under an older name."""
         return self._notices
+
+
+def job_config() -> type[JobConfig]:
+    """Return `JobConfig` with the sections that user code has registered."""
+    names = registry.names("section")
+    return _extended(tuple((name, registry.find("section", name)) for name in names))
+
+
+@functools.lru_cache(maxsize=1)
+def _extended(sections: tuple[tuple[str, type[Section]], ...]) -> type[JobConfig]:
+    if not sections:
+        return JobConfig
+    fields: dict[str, Any] = {name: (section, section()) for name, section in sections}
+    return create_model("JobConfig", __base__=JobConfig, __doc__=JobConfig.__doc__, **fields)

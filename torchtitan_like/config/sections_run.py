@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, Minutes, Section, Steps
+from torchtitan_like.config.base import HomePath, Minutes, NameOf, Section, Steps
 from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
@@ -67,6 +67,12 @@ class Profiling(Section):
         3,
         "Steps before the recorded ones. The profiler runs and discards its data.",
         ge=0,
+        needs=TRACING,
+    )
+    with_stack: bool = field(
+        False,
+        "Record the Python call stack too, so that `titan run trace` shows it for gaps. Steps become "
+        "slower and traces larger.",
         needs=TRACING,
     )
     enable_memory_snapshot: bool = field(
@@ -134,6 +140,9 @@ class Metrics(Section):
         "Peak FLOP/s of one device, for MFU. Unset: the value for the device's name. "
         "No MFU is reported for unknown devices.",
         gt=0,
+    )
+    observers: list[Annotated[str, NameOf("observer")]] = field(
+        [], "Observers that receive the rows of metrics.jsonl and validation.jsonl on rank 0."
     )
     data_loading_alarm: float = field(
         0.25, "Warn if the run waits for data for more than this fraction of the time.", gt=0, le=1
@@ -282,45 +291,82 @@ class MemoryEstimation(Section):
     disable_fake_mode: bool = field(False, "Estimate with real tensors instead of fake ones.")
 
 
+# Environment variable with the address of the lighthouse, as in torchft.
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+
+
 class FaultTolerance(Section):
-    """Replicas that continue to train when one of them fails (torchft)."""
+    """Replica groups that continue to train when one of them fails (torchft)."""
 
     facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+    SEMI_SYNC: ClassVar[Need] = one_of("semi_sync_method", "local_sgd", "diloco")
+    DILOCO: ClassVar[Need] = one_of("semi_sync_method", "diloco")
 
     enable: bool = field(
-        False, "Train as one of several replicas that survive each other's failures."
+        False, "Train as one of several groups of ranks that survive each other's failures."
     )
     process_group: Literal["gloo", "nccl"] = field(
-        "gloo", "Backend of the process group between replicas."
+        "gloo", "Backend of the process group between replica groups."
     )
     process_group_timeout_ms: int = field(
-        10000, "Timeout of a collective between replicas in milliseconds.", gt=0
+        10000, "Timeout of a collective between replica groups in milliseconds.", gt=0
     )
-    replica_id: int = field(0, "Number of this replica, counted from 0.", ge=0)
-    group_size: int = field(0, "Number of replicas. They share the dataset.", ge=0)
-    min_replica_size: int = field(1, "Fewest live replicas for a step.", gt=0)
+    replica_id: int = field(
+        0,
+        "Number of this replica group, counted from 0. Its run folder is "
+        "<job.dump_folder>/replica_<replica_id>.",
+        ge=0,
+    )
+    group_size: int = field(
+        0,
+        "Number of replica groups that share the samples of a step, also while some are away.",
+        ge=0,
+    )
+    min_replica_size: int = field(
+        1, "Fewest live groups for a step. With fewer, the others wait.", gt=0
+    )
     semi_sync_method: Literal["local_sgd", "diloco"] | None = field(
         None,
-        "Method that synchronizes replicas once in sync_steps steps. Unset: at every step.",
+        "Method that synchronizes groups once in sync_steps steps. Unset: at every step.",
         affects="numerics",
     )
-    sync_steps: int = field(5, "Steps between two synchronizations of semi_sync_method.", gt=0)
-    should_quantize: bool = field(False, "Quantize gradients between replicas (diloco).")
+    sync_steps: int = field(
+        5, "Steps between two synchronizations of semi_sync_method.", gt=0, needs=SEMI_SYNC
+    )
+    should_quantize: bool = field(
+        False, "Quantize the weight changes between groups (diloco).", needs=DILOCO
+    )
     fragment_sync_delay: int = field(
         0,
-        "Steps between sending a model fragment and applying the received one (streaming diloco).",
+        "Steps between sending the change of a model fragment and applying the mean of all groups.",
         ge=0,
+        needs=DILOCO,
     )
     fragment_update_alpha: float = field(
         0.0,
         "Weight of the local parameters when a fragment is merged. 0 uses the global ones.",
         ge=0,
         le=1,
+        needs=DILOCO,
     )
     module_fqns_per_model_fragment: list[list[str]] = field(
-        [], "Names of the modules of each model fragment, one list per fragment."
+        [],
+        "Names of the modules of each model fragment, one list per fragment. Empty: num_fragments "
+        "of about the same number of layers.",
+        needs=DILOCO,
     )
-    num_fragments: int = field(1, "Number of model fragments (diloco).", gt=0)
+    num_fragments: int = field(
+        1,
+        "Number of model fragments. One of them is synchronized every sync_steps / num_fragments "
+        "steps.",
+        gt=0,
+        needs=DILOCO,
+    )
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """This group's index, and the number of groups that share the samples of a step."""
+        return (self.replica_id, self.group_size) if self.enable else (0, 1)
 
     rules: ClassVar[tuple[Rule[FaultTolerance], ...]] = (
         Rule(
@@ -339,8 +385,8 @@ class Experimental(Section):
 
     custom_import: str = field(
         "",
-        "Module to import before the model is looked up, for example to register a model: its "
-        "name, or the path of a .py file relative to the TOML file.",
+        "Module to import before the configuration is checked, to register models and extensions: "
+        "its name, or the path of a .py file relative to the TOML file.",
         affects="model",
     )
     custom_args_module: str = field(

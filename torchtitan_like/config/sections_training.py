@@ -11,6 +11,7 @@ from torchtitan_like.config.base import (
     BatchRamp,
     HomePath,
     MinusOneOrPositive,
+    NameOf,
     Section,
     StepRanges,
     StepWeights,
@@ -21,6 +22,20 @@ from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
 # A name that users give to a table, such as a dataset in [data.sources.<name>].
 TableName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+ConverterName = Annotated[
+    str,
+    NameOf(
+        "converter",
+        (
+            "quantize.linear.float8",
+            "quantize.grouped_mm.float8",
+            "quantize.linear.mx",
+            "quantize.grouped_mm.mx",
+        ),
+    ),
+]
 
 
 class Model(Section):
@@ -50,14 +65,10 @@ class Model(Section):
         "Deprecated: folder or file of the tokenizer, if it is not in model.hf_assets_path.",
         affects="nothing",
     )
-    converters: list[
-        Literal[
-            "quantize.linear.float8",
-            "quantize.grouped_mm.float8",
-            "quantize.linear.mx",
-            "quantize.grouped_mm.mx",
-        ]
-    ] = field([], "Converters to apply to the model, in this order.")
+    converters: list[ConverterName] = field(
+        [],
+        "Converters to apply to the model: first registered ones in this order, then the package's.",
+    )
     print_after_conversion: bool = field(
         False,
         "Print the model after the converters.",
@@ -80,10 +91,10 @@ class Model(Section):
         return self.tokenizer_path or self.assets_folder
 
 
-OptimizerName = Literal["Adam", "AdamW", "Lion", "Muon"]
+OptimizerName = Annotated[str, NameOf("optimizer", ("Adam", "AdamW", "Lion", "Muon"))]
 
 
-def _in_use(*names: OptimizerName) -> Need:
+def _in_use(*names: str) -> Need:
     """Return the need for one of these optimizers, in `[optimizer]` or in a group."""
     return Need(
         "name",
@@ -239,14 +250,20 @@ class LRScheduler(Section):
     """Learning rate schedule: warmup, stable phase, decay."""
 
     facts: ClassVar[Facts] = Facts(affects="lr_scheduler")
+    BUILT_IN: ClassVar[Need] = one_of("name", "wsd")
     DECAYING: ClassVar[Need] = Need(
         "decay_ratio", "{key} > 0, or unset", lambda ratio, _: ratio != 0, "nothing decays"
     )
 
-    warmup_steps: int = field(200, "Steps of linear warmup from 0 to optimizer.lr.", ge=0)
+    name: Annotated[str, NameOf("lr_schedule", ("wsd",))] = field(
+        "wsd", "Schedule. wsd: warmup, stable phase, decay, with the settings below."
+    )
+    warmup_steps: int = field(
+        200, "Steps of linear warmup from 0 to optimizer.lr.", ge=0, needs=BUILT_IN
+    )
     total_steps: int | None = field(
         None,
-        "Step at which the decay ends. Unset: training.steps. Set it to extend a run later.",
+        "Last step of the decay. Unset: training.steps. Set it to extend a run later.",
         gt=0,
     )
     decay_ratio: float | None = field(
@@ -255,16 +272,19 @@ class LRScheduler(Section):
         "after the warmup.",
         ge=0,
         le=1,
+        needs=BUILT_IN,
     )
     decay_type: Literal["linear", "sqrt", "cosine"] = field(
-        "linear", "Shape of the decay: linear, sqrt (1 - square root), cosine.", needs=DECAYING
+        "linear",
+        "Shape of the decay: linear, sqrt (1 - square root), cosine.",
+        needs=(BUILT_IN, DECAYING),
     )
     min_lr_factor: float = field(
         0.0,
-        "Fraction of the peak learning rate at the end of the decay.",
+        "Fraction of the peak learning rate that the decay would reach one step after total_steps.",
         ge=0,
         le=1,
-        needs=DECAYING,
+        needs=(BUILT_IN, DECAYING),
     )
 
 
@@ -428,6 +448,11 @@ class Training(Section):
         return [*sizes, (step, last)]
 
 
+SourceFormat = Annotated[
+    str, NameOf("data_source", ("auto", "text", "jsonl", "parquet", "arrow", "tokens"))
+]
+
+
 class DataSource(Section):
     """One dataset: its files and how they are read."""
 
@@ -438,16 +463,21 @@ class DataSource(Section):
         "hf://datasets/OWNER/NAME@REVISION/PATTERN.",
         min_length=1,
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "arrow", "tokens"] = field(
+    format: SourceFormat = field(
         "auto",
         "Format of the files. auto: by the file name's extension. tokens: token ids (Megatron "
-        ".bin with .idx, .npy, flat .bin, folders of a token cache).",
+        ".bin with .idx, .npy, flat .bin, folders of a token cache). A registered data source "
+        "receives the path.",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = field(
         "auto",
         "Type of the token ids in flat .bin files (without .idx). auto: uint16 for a vocabulary "
         "of at most 65,536.",
         needs=one_of("format", "tokens"),
+    )
+    processor: Annotated[str, NameOf("sample_processor")] | None = field(
+        None,
+        "Sample processor that turns each record into text. Unset: text_field has the text.",
     )
     text_field: str = field(
         "text",
@@ -489,6 +519,14 @@ class DataSource(Section):
             lambda source: source.format == "tokens" and source.streaming,
             'false with format = "tokens"',
             "leave it out: token files are read in place",
+            ("format",),
+        ),
+        Rule(
+            "processed-token-files",
+            "processor",
+            lambda source: source.format == "tokens" and source.processor is not None,
+            'unset with format = "tokens", which has no records',
+            "leave it out",
             ("format",),
         ),
         Rule(
@@ -583,9 +621,12 @@ class Loss(Section):
 
     facts: ClassVar[Facts] = Facts(affects="nothing")
 
+    name: Annotated[str, NameOf("loss", ("cross_entropy",))] = field(
+        "cross_entropy", "Loss of a token.", affects="numerics"
+    )
     chunk_mib: int = field(
         256,
-        "MiB of float32 logits that chunked cross-entropy holds at once. 0: no chunks.",
+        "MiB of float32 logits that the loss holds at once. 0: no chunks.",
         ge=0,
     )
 

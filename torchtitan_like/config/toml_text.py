@@ -21,7 +21,7 @@ def dump_toml(config: JobConfig) -> str:
     `job.config_file` is left out, because it has no effect in a file.
     """
     blocks: list[str] = []
-    for setting in settings_of(JobConfig):
+    for setting in settings_of(type(config)):
         _write_section(getattr(config, setting.path[0]), setting.path, blocks)
     return "\n".join(blocks)
 

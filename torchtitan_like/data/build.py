@@ -12,6 +12,7 @@ A token passes through these modules, from bottom to top:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import threading
@@ -36,8 +37,9 @@ from torchtitan_like.data.samples.mixture import (
 from torchtitan_like.data.samples.order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from torchtitan_like.data.samples.packing import JoinedSamples, PackedSamples
 from torchtitan_like.data.samples.streaming import StreamedSamples, window_folder
-from torchtitan_like.data.text.documents import Corpus, find_corpus
+from torchtitan_like.data.text.documents import Corpus, find_corpus, user_corpus
 from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.text.user_documents import UserProcessor
 from torchtitan_like.data.tokens.build_once import build_once, read_once
 from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import (
@@ -50,6 +52,8 @@ from torchtitan_like.data.tokens.token_cache import (
 from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.extensions.protocols import NO_SETTINGS, Settings
+from torchtitan_like.util import registry
 from torchtitan_like.util.suggestions import did_you_mean
 
 logger = logging.getLogger()
@@ -78,6 +82,8 @@ def build_train_batches(
     group: HostGroup | None = None,
     is_recorder: bool = True,
     makes_windows_ahead: bool = True,
+    replica_group: tuple[int, int] = (0, 1),
+    settings: Settings = NO_SETTINGS,
 ) -> TrainBatches:
     """Return this rank's training batches at position 0. A collective: builds missing token caches.
 
@@ -86,6 +92,8 @@ def build_train_batches(
     with_positions: return the position of each token in its document.
     group: all ranks; None: one process.
     is_recorder: see `RunDigests`. makes_windows_ahead: see `StreamedSamples`.
+    replica_group: see `TrainBatches`.
+    settings: the config sections of user code.
 
     Raises DataError for invalid text or configuration, and WorkerKilled.
     """
@@ -99,14 +107,24 @@ def build_train_batches(
         if one.source.streaming:
             return ranks.run_on_all(
                 lambda: _stream(
-                    one, training.seq_len, data, tokenizer, dump_folder, seed, makes_windows_ahead
+                    one,
+                    training.seq_len,
+                    data,
+                    tokenizer,
+                    dump_folder,
+                    seed,
+                    makes_windows_ahead,
+                    settings,
                 )
             )
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        tokens = _tokens(
+            one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder, settings
+        )
         return ranks.run_on_all(lambda: pack(tokens, training.seq_len, data, dump_folder))
 
     parts = list(map(samples_of, named))
-    sizes = training.batch_sizes(num_accumulation * dp_size * training.local_batch_size)
+    samples_per_pass = replica_group[1] * dp_size * training.local_batch_size
+    sizes = training.batch_sizes(num_accumulation * samples_per_pass)
     steps = StepPositions(sizes, training.skip_steps)
     changes = _weight_changes(named)
     order = SampleOrder(
@@ -124,6 +142,7 @@ def build_train_batches(
         with_positions=with_positions,
         allow_change=data.allow_change,
         dataloader=training.dataloader,
+        replica_group=replica_group,
     )
     for one, part in zip(named, parts, strict=True):
         logger.info(f"training data {one.key or training.dataset_path or one.name} {part}")
@@ -156,6 +175,7 @@ def build_validation_sets(
     with_positions: bool = False,
     group: HostGroup | None = None,
     is_recorder: bool = True,
+    settings: Settings = NO_SETTINGS,
 ) -> dict[str, ValidationBatches]:
     """Return this rank's batches of each validation dataset by name ("" if there is only one).
 
@@ -169,7 +189,9 @@ def build_validation_sets(
     sets = {}
     ranks = group or HostGroup.alone()
     for one in named:
-        tokens = _tokens(one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder)
+        tokens = _tokens(
+            one, data, tokenizer, dump_folder, with_positions, ranks, is_recorder, settings
+        )
         samples = ranks.run_on_all(
             functools.partial(pack, tokens, validation.seq_len, data, dump_folder)
         )
@@ -225,15 +247,11 @@ def _stream(
     dump_folder: str,
     seed: int,
     makes_windows_ahead: bool,
+    settings: Settings,
 ) -> StreamedSamples:
     source = named.source
-    corpus = find_corpus(
-        source.path,
-        source.format,
-        source.text_field,
-        data.on_bad_record,
-        window_folder(data, dump_folder),
-    )
+    downloads = window_folder(data, dump_folder)
+    corpus = _corpus(source, data, dump_folder, settings, downloads)
     key = seed_of(named.key, seed) if data.shuffle else None
     policy = _policy(source, data, tokenizer)
     return StreamedSamples(
@@ -255,7 +273,8 @@ def _tokens(
     dump_folder: str,
     with_positions: bool,
     group: HostGroup,
-    is_recorder: bool = True,
+    is_recorder: bool,
+    settings: Settings,
 ) -> TokenFile:
     """Open the tokens of a source. Tokenize its documents first if they are not in the cache."""
     source = named.source
@@ -274,7 +293,7 @@ def _tokens(
 
     @functools.cache  # a rank lists its files at most once
     def find_entry() -> tuple[Entry, Corpus]:
-        corpus = find_corpus(source.path, source.format, source.text_field, data.on_bad_record)
+        corpus = _corpus(source, data, dump_folder, settings)
         name = named.name if len(corpus.files) > 1 else Path(corpus.files[0]).stem
         return entry_of(corpus, name, policy), corpus
 
@@ -300,6 +319,24 @@ def _tokens(
         str(entry.data_folder / entry.name),
         f"the token cache of {entry.data_folder}",
     )
+
+
+def _corpus(
+    source: DataSource,
+    data: Data,
+    dump_folder: str,
+    settings: Settings,
+    downloads: Path | None = None,
+) -> Corpus:
+    """Return the documents of a source. downloads: see `find_corpus`."""
+    fields = source.text_field, data.on_bad_record
+    if registry.is_registered("data_source", source.format):
+        corpus = user_corpus(source.format, source.path, *fields, settings, dump_folder)
+    else:
+        corpus = find_corpus(source.path, source.format, *fields, downloads)
+    if source.processor is None:
+        return corpus
+    return dataclasses.replace(corpus, processor=UserProcessor(source.processor, settings))
 
 
 def _policy(source: DataSource, data: Data, tokenizer: Tokenizer) -> TokenPolicy:

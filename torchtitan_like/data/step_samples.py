@@ -15,6 +15,7 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.streaming import window_folder
 from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.run_directory import METRICS
 
@@ -57,10 +58,12 @@ def read_step(
     manifest: dict[str, Any],
     tokenizer: Tokenizer,
     step: int,
+    settings: Settings,
 ) -> StepSamples:
     """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
-    manifest: manifest of the checkpoint. Builds a missing token cache and writes nothing else.
+    manifest: manifest of the checkpoint. settings: the config sections of user code.
+    Builds a missing token cache and writes nothing else.
     Raises DataError, also if the data ends before `step`.
     """
     if step > MAX_STEP:
@@ -87,6 +90,7 @@ def read_step(
             dp_size=1,
             num_accumulation=manifest["global_batch_size"],
             makes_windows_ahead=False,
+            settings=settings,
         )
         _seek(batches, manifest, step)
         positions = batches.next_positions()

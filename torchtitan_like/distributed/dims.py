@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from torchtitan_like.distributed.stages import SCHEDULES
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
     from torchtitan_like.config.sections_scale import Parallelism
 
 # Outermost first. The last dimension has the most traffic: its ranks are neighbors on a node.
@@ -116,20 +114,6 @@ class ParallelDims:
         for rank in range(self.world_size):
             sets.setdefault(rank - self.coordinate(name, rank) * stride, []).append(rank)
         return list(sets.values())
-
-    def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the weights' mesh over the default group; its dimensions are `weights_shape`'s keys."""
-        return _build_mesh(device_type, self.weights_shape())
-
-    def build_experts_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the experts' mesh over the default group; its dimensions are `experts_shape`'s keys."""
-        return _build_mesh(device_type, self.experts_shape())
-
-
-def _build_mesh(device_type: str, shape: dict[str, int]) -> DeviceMesh:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def resolve_degrees(

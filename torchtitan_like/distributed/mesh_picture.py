@@ -22,21 +22,36 @@ def picture(dims: ParallelDims, ranks_per_node: int | None = None) -> list[str]:
     cp and tp are columns; shards and replicas are rows (columns if there is no cp or tp). "|" marks
     the start of a node, "..." omitted ranks. ranks_per_node None: unknown.
     """
+    if dims.world_size == 1:
+        return [title(dims, ranks_per_node)]
+    pp, rows, columns = axes_of(dims)
+    is_one_node = ranks_per_node is None or dims.world_size <= ranks_per_node
+    node = None if is_one_node else ranks_per_node
+    return [title(dims, ranks_per_node), *_grid(pp, rows, columns, dims.world_size, node)]
+
+
+def title(dims: ParallelDims, ranks_per_node: int | None) -> str:
+    """Return the number of ranks, the degrees above one, and the number of nodes above one."""
     axes = {name: getattr(dims, name) for name in MESH_ORDER if getattr(dims, name) > 1}
     if not axes:
-        return ["1 rank: nothing is sharded"]
-    title = (
+        return "1 rank: nothing is sharded"
+    text = (
         f"{dims.world_size} ranks = {' x '.join(f'{name} {size}' for name, size in axes.items())}"
     )
     num_nodes = -(-dims.world_size // ranks_per_node) if ranks_per_node else 1
-    if num_nodes > 1:
-        title += f", on {num_nodes} nodes of {ranks_per_node}"
+    return text + (f", on {num_nodes} nodes of {ranks_per_node}" if num_nodes > 1 else "")
+
+
+def axes_of(dims: ParallelDims) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Return the pipeline ranks, and the sizes of the dimensions in rows and in columns.
+
+    cp and tp are columns, or the last other dimension without them.
+    """
+    axes = {name: getattr(dims, name) for name in MESH_ORDER if getattr(dims, name) > 1}
     pp = axes.pop("pp", 1)
     columns = {name: size for name, size in axes.items() if name in ("cp", "tp")}
     columns = columns or dict(list(axes.items())[-1:])
-    rows = {name: size for name, size in axes.items() if name not in columns}
-    node = ranks_per_node if num_nodes > 1 else None
-    return [title, *_grid(pp, rows, columns, dims.world_size, node)]
+    return pp, {name: size for name, size in axes.items() if name not in columns}, columns
 
 
 def _grid(
@@ -58,7 +73,7 @@ def _grid(
             continue
         for row in down:
             at = f"pp {stage}" if row == 0 else ""
-            names = "..." if row is None else "  ".join(_coordinates(rows, row))
+            names = "..." if row is None else "  ".join(coordinates(rows, row))
             first = None if row is None else (stage * height + row) * length
             label = f"{at:{len(f'pp {pp - 1}')}}  {names}".rstrip() if pp > 1 else names
             cells = ""
@@ -77,8 +92,8 @@ def _shorten(size: int, most: int) -> list[int | None]:
     return list(range(size)) if size <= most else [*range(most - 2), None, size - 1]
 
 
-def _coordinates(axes: dict[str, int], index: int) -> list[str]:
-    """Return a row's coordinates on its axes as text."""
+def coordinates(axes: dict[str, int], index: int) -> list[str]:
+    """Return the coordinates of a row or column on its axes as text: `tp 1`."""
     labels = []
     for name, size in reversed(axes.items()):
         index, coordinate = divmod(index, size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,6 +23,9 @@ from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import World
+from torchtitan_like.extensions.converters import convert
+from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import (
@@ -39,7 +42,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sections:
-    """The config sections that determine how a model is parallelized."""
+    """The config sections that determine how a model is parallelized.
+
+    settings: the config sections of user code.
+    """
 
     training: Training
     parallelism: Parallelism
@@ -48,6 +54,7 @@ class Sections:
     converters: Sequence[str]
     float8: Float8Linear
     print_after_conversion: bool = False
+    settings: Settings = field(default_factory=dict)
 
     @property
     def needs_fsdp2(self) -> bool:
@@ -117,7 +124,13 @@ def build_parts(
     offload = None
     if sections.activation_checkpoint.mode == "offload":
         offload = ActivationOffload(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
+    converters = [name for name in sections.converters if registry.is_registered("converter", name)]
     for part in parts:
+        for name in converters:
+            convert(name, part, sections.settings)
+            lines.append(f"Applied the converter {name}")
+        if converters and sections.print_after_conversion:
+            lines.append(f"Model definition after conversion:\n\n{part}\n\n")
         head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
         if head is not None:
             head.loss = loss

@@ -8,9 +8,15 @@ docs/guides/security.md lists the reachable ports.
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import socket
+import time
 import uuid
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import cast
 
 import torch.distributed as dist
@@ -26,11 +32,21 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handl
 
 from torchtitan_like.distributed.store import LOOPBACK, ROUND, bind, host_store, store_on
 
+logger = logging.getLogger()
+
+POLL_S = 0.2  # signals are handled between polls
+# Key of the store of `FixedRendezvous`: all launchers have joined.
+COMPLETE = "all launchers have joined"
+
 
 class FixedRendezvous(RendezvousHandler):
     """A fixed number of launchers with fixed ranks.
 
     Launcher 0 hosts the only store, which the workers use too. Launchers unpickle nothing from it.
+
+    A scheduler may replace a lost machine before the others have noticed the loss. The store that
+    the new launcher finds then belongs to the earlier start: all of its launchers have joined, so
+    the new one waits until launcher 0 has ended and another one hosts a new store.
     """
 
     def __init__(
@@ -67,9 +83,59 @@ class FixedRendezvous(RendezvousHandler):
         return RendezvousInfo(store, self._rank, self._size, address)
 
     def _open_store(self) -> dist.TCPStore:
-        if self._rank == 0:
-            return host_store(self._host, self._port, self._timeout)
+        """Meet the other launchers at the store. Raises TimeoutError if they do not all arrive."""
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        return self._gather(deadline) if self._rank == 0 else self._join(deadline)
+
+    def _gather(self, deadline: float) -> dist.TCPStore:
+        """Host the store and wait until all launchers have joined."""
+        store = host_store(self._host, self._port, self._timeout)
+        missing = set(range(1, self._size))
+
+        def has_all() -> bool:
+            missing.difference_update(
+                [rank for rank in sorted(missing) if store.check([_joined(rank)])]
+            )
+            return not missing
+
+        try:
+            self._wait_until(has_all, deadline)
+        except TimeoutError as error:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise TimeoutError(f"{error}. Missing machines: {ranks}") from None
+        store.set(COMPLETE, "")
+        return store
+
+    def _join(self, deadline: float) -> dist.TCPStore:
+        """Connect to the store of launcher 0, and wait until all launchers have joined."""
+        while True:
+            store = self._connect(deadline)
+            with suppress(dist.DistError):  # launcher 0 has ended: meet at the next store
+                if store.check([COMPLETE]):
+                    logger.warning(
+                        f"The store at {self._host}:{self._port} is of an earlier start, which has "
+                        f"lost machine {self._rank}. Waiting until that start ends"
+                    )
+                    self._wait_until(partial(_has_ended, store), deadline)
+                else:
+                    store.set(_joined(self._rank), "")
+                    self._wait_until(partial(store.check, [COMPLETE]), deadline)
+                    return store
+
+    def _connect(self, deadline: float) -> dist.TCPStore:
+        """Return the store of launcher 0, which may not have started yet, or at a new address."""
+        self._wait_until(partial(_is_listening, self._host, self._port), deadline)
         return dist.TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
+
+    def _wait_until(self, is_met: Callable[[], bool], deadline: float) -> None:
+        while not is_met():
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"The {self._size} machines have not met at {self._host}:{self._port} within "
+                    f"{self._timeout.total_seconds():.0f} s. Expected one launcher for each machine "
+                    "and an open port: start all of them, and check MASTER_ADDR and the firewall"
+                )
+            time.sleep(POLL_S)
 
     def is_closed(self) -> bool:
         return False
@@ -168,6 +234,29 @@ def register_backends() -> dict[str, str]:
     for name, create in BACKENDS.items():
         rendezvous_handler_registry.register(names[name], create)
     return names
+
+
+def _joined(rank: int) -> str:
+    """Return the store's key that launcher `rank` sets when it joins."""
+    return f"launcher {rank} has joined"
+
+
+def _has_ended(store: dist.TCPStore) -> bool:
+    """Return True if the process that hosts the store has ended."""
+    try:
+        store.check([COMPLETE])
+    except dist.DistError:
+        return True
+    return False
+
+
+def _is_listening(host: str, port: int) -> bool:
+    """Return True if a connection can be opened. Resolves the name each time: it may move."""
+    try:
+        with socket.create_connection((host, port), timeout=5):
+            return True
+    except OSError:
+        return False
 
 
 def _host_and_port(params: RendezvousParameters) -> tuple[str, int]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from torchtitan_like.config.sections_run import FaultTolerance
     from torchtitan_like.config.sections_scale import Parallelism
     from torchtitan_like.models.spec import ModelSpec
 
@@ -160,6 +161,19 @@ def split(
     stages[0] = names.first + stages[0]
     stages[-1] = stages[-1] + names.last
     return tuple(stages)
+
+
+def model_fragments(section: FaultTolerance, spec: ModelSpec, args: Any) -> Sequence[Sequence[str]]:
+    """Return the names of the modules of each fragment of `[fault_tolerance]`.
+
+    Raises ValueError if there are too many fragments.
+    """
+    if section.module_fqns_per_model_fragment:
+        return section.module_fqns_per_model_fragment
+    names = module_names(spec, args)
+    if section.num_fragments == 1:
+        return [names.in_order()]
+    return split(names, section.num_fragments, 1, 1)
 
 
 def check_explicit(names: ModuleNames, stages: Sequence[Sequence[str]]) -> list[str]:

@@ -10,10 +10,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -47,6 +48,18 @@ def launched_as(environ: dict[str, str] | None = None) -> LaunchedAs:
     )
 
 
+def make_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = None) -> Any:
+    """Make a group of ranks of the default group.
+
+    All of these ranks call this together, and the others do not take part. backend: None: of the
+    default group.
+    """
+    is_subset = len(ranks) < dist.get_world_size()
+    return dist.new_group(
+        list(ranks), timeout=timeout, backend=backend, use_local_synchronization=is_subset
+    )
+
+
 class HostGroup:
     """A gloo group for small exchanges between hosts, owned by one thread.
 
@@ -54,11 +67,9 @@ class HostGroup:
     and every call returns its input.
     """
 
-    def __init__(self, ranks: list[int], timeout: timedelta) -> None:
+    def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self.size = len(ranks)
-        self.group = (
-            dist.new_group(ranks, timeout=timeout, backend="gloo") if self.size > 1 else None
-        )
+        self.group = make_group(ranks, timeout, backend="gloo") if self.size > 1 else None
         self._thread = threading.get_ident()
 
     @property
@@ -346,8 +357,11 @@ def join_world(
     *,
     needs_mesh: bool,
     agree: Callable[[Callable[[Any], list[Any]]], None],
+    group: dist.ProcessGroup | None = None,
 ) -> World:
     """Join or create the default group, and build meshes and host groups.
+
+    launch: the rank among the ranks that train, and their number.
 
     timeout: of collectives in training.
     checkpoint_timeout: of collectives while saving or loading, where ranks wait for the slowest disk.
@@ -355,11 +369,15 @@ def join_world(
         plain script.
     agree: is called with `HostGroup.gather_objects` of all ranks before the config determines any
         group. If it raises, a default group created here is destroyed.
+    group: of the ranks that train, in a program whose default group has other ranks too. Only its
+        ranks call this. None: the default group.
     """
     device = pick_device(launch.local_rank)
     needs_group = dims.world_size > 1 or needs_mesh
     owns = needs_group and not dist.is_initialized()
     ranks = list(range(dims.world_size))
+    if group is not None:
+        ranks = dist.get_process_group_ranks(group)
     with ExitStack() as undo:
         if owns:
             stay_on_loopback(os.environ)
@@ -379,17 +397,20 @@ def join_world(
         undo.pop_all()
     shape = dims.mesh_shape()
     logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
-    groups = build_device_groups(dims, device.type, timeout) if needs_group else DeviceGroups()
+    groups = DeviceGroups()
+    if needs_group:
+        groups = build_device_groups(
+            launch.rank, dims, device.type, ranks=ranks, timeout=timeout, group=group
+        )
     checkpoint_group = HostGroup(ranks, checkpoint_timeout)
     default = dist.group.WORLD if owns else None
     own = {*groups.by_name.values(), *groups.neighbors.values()}
     training = {step_group.group, *own, default} - {None}
     if groups.all_ranks not in (None, dist.group.WORLD):
         training.add(groups.all_ranks)
-    for group in training - {
-        dist.group.WORLD
-    }:  # groups of a mesh have torch's timeout of 30 minutes
-        set_timeout(timeout, group)
+    # Groups of a mesh have torch's timeout of 30 minutes. The caller's group keeps its own.
+    for each in training - {dist.group.WORLD, group}:
+        set_timeout(timeout, each)
     return World(
         launch.rank,
         launch.local_rank,
@@ -418,20 +439,55 @@ class DeviceGroups:
     neighbors: dict[int, Any] = field(default_factory=dict)
 
 
-def build_device_groups(dims: ParallelDims, device_type: str, timeout: timedelta) -> DeviceGroups:
-    """Build the meshes and process groups of all dimensions over the default group. A collective."""
-    mesh = dims.build_mesh(device_type)
+def build_device_groups(
+    rank: int,
+    dims: ParallelDims,
+    device_type: str,
+    *,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    group: dist.ProcessGroup | None = None,
+) -> DeviceGroups:
+    """Build the meshes and process groups of all dimensions. A collective.
+
+    rank: among the ranks that train. ranks: these ranks in the default group.
+    group: of these ranks, if the caller has it.
+    """
+    build = partial(build_mesh, device_type, ranks=ranks, timeout=timeout)
+    mesh = build(dims.weights_shape())
     by_name = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-    experts_mesh = dims.build_experts_mesh(device_type) if dims.has_experts_mesh else None
+    experts_mesh = build(dims.experts_shape()) if dims.has_experts_mesh else None
     if experts_mesh is not None:
         for name in experts_mesh.mesh_dim_names or ():
             key = f"{name} of experts" if name in by_name else name
             by_name[key] = experts_mesh.get_group(name)
     if dims.cp > 1:
-        by_name["cp"], _ = dist.new_subgroups_by_enumeration(dims.peers("cp"), timeout=timeout)
-    all_ranks = _group_of_all(list(range(dims.world_size)), timeout)
+        (peers,) = [peers for peers in dims.peers("cp") if rank in peers]
+        by_name["cp"] = make_group([ranks[peer] for peer in peers], timeout)
+    all_ranks = group if group is not None else _group_of_all(list(ranks), timeout)
     neighbors = neighbor_groups(by_name["pp"]) if dims.pp > 1 else {}
     return DeviceGroups(mesh, experts_mesh, all_ranks, by_name, neighbors)
+
+
+def build_mesh(
+    device_type: str, shape: Mapping[str, int], *, ranks: Sequence[int], timeout: timedelta
+) -> DeviceMesh:
+    """Build the mesh of these sizes by dimension over ranks of the default group, in their order."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    names = tuple(shape)
+    if len(ranks) == dist.get_world_size():
+        return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=names)
+    # torch makes the groups of a mesh with all ranks of the default group.
+    grid = torch.tensor(ranks).view(*shape.values())
+    ((*own,),) = (grid == dist.get_rank()).nonzero().tolist()
+    groups = []
+    for dim in range(grid.ndim):
+        line = grid[tuple(slice(None) if i == dim else index for i, index in enumerate(own))]
+        groups.append(make_group(line.tolist(), timeout))
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device_type, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=names)
 
 
 def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
@@ -440,7 +496,7 @@ def _group_of_all(ranks: list[int], timeout: timedelta) -> Any:
         return None
     if dist.get_world_size() == len(ranks):
         return dist.group.WORLD
-    return dist.new_group(ranks, timeout=timeout)
+    return make_group(ranks, timeout)
 
 
 def neighbor_groups(group: dist.ProcessGroup) -> dict[int, dist.ProcessGroup]:

@@ -12,12 +12,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torchtitan_like.data.errors import DataError
 from torchtitan_like.inference.scoring import Scorer
 from torchtitan_like.util.jsonl import JsonlFile
 from torchtitan_like.util.run_directory import EVALUATION, find_run
 
 
-class EvaluationError(Exception):
+class EvaluationError(DataError):
     """An evaluation that cannot start: a missing package, an unknown task, no place for results."""
 
 

@@ -19,7 +19,7 @@ from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
 from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.config import ConfigError, JobConfig, load_stored_config
+from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -28,7 +28,7 @@ from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world
 from torchtitan_like.models.spec import ModelSpec, with_reference_attention
-from torchtitan_like.stored_config import find_assets, import_custom
+from torchtitan_like.stored_config import check_model_name, find_assets, load_trusted
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
@@ -81,7 +81,7 @@ def load_checkpoint(
     """Load the model and the tokenizer of a published step, or of an export. A collective.
 
     assets: the tokenizer's folder; None: the folder of an export, or the one in a step's config.
-    custom_import: see `stored_config.import_custom`. dtype: of the weights; None: as stored.
+    custom_import: see `stored_config.load_trusted`. dtype: of the weights; None: as stored.
     Raises CheckpointError, ConfigError, TokenizerError.
     """
     manifest = read_manifest(checkpoint)
@@ -90,8 +90,8 @@ def load_checkpoint(
             f"{checkpoint} is not a checkpoint: it has no {MANIFEST}. Expected a published step-N "
             f"or an export: {suggest_step(checkpoint)}"
         )
-    config = load_stored_config(checkpoint / CONFIG)
-    import_custom(config, custom_import)
+    config = load_trusted(checkpoint / CONFIG, custom_import)
+    check_model_name(config, custom_import)
     is_export = manifest["kind"] == "hf"
     in_config = find_assets(config.model.tokenizer_folder, checkpoint)
     folder = Path(assets or (checkpoint if is_export else in_config)).expanduser()

@@ -12,19 +12,19 @@ import json
 import os
 import platform
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 from torchtitan_like.util.credentials import is_secret_name, mask_text
+from torchtitan_like.util.git import git_output, has_tracked_files
+from torchtitan_like.util.user_folders import open_private, stored_secret, user_state
+from torchtitan_like.util.version import recorded_commit
 
-GIT_TIMEOUT_S = 10.0
 MAX_DIFF_BYTES = 4 * 1024**2
 KEY_BYTES = 32
 # Options that make git's output independent of the user's settings.
@@ -99,23 +99,9 @@ def hash_key(variables: Mapping[str, str]) -> HashKey:
     The key is outside all run folders. So a copy of a run folder does not allow anyone to test
     guesses against its hashes.
     """
-    state = variables.get("XDG_STATE_HOME") or os.path.join(
-        variables.get("HOME") or "~", ".local", "state"
-    )
-    file = Path(state).expanduser() / "torchtitan_like" / "environment.key"
-    with suppress(OSError, RuntimeError):
-        if not file.exists():
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = file.with_name(f".{file.name}-{os.getpid()}")
-            with open(temporary, "wb", opener=_open_private) as stream:
-                stream.write(os.urandom(KEY_BYTES))
-            with suppress(FileExistsError):  # another process has created one meanwhile
-                os.link(temporary, file)
-            temporary.unlink()
-        secret = file.read_bytes()
-        if len(secret) == KEY_BYTES:
-            return HashKey(secret, True)
-    return HashKey(os.urandom(KEY_BYTES), False)
+    new = os.urandom(KEY_BYTES)
+    stored = stored_secret(user_state(variables) / "environment.key", new)
+    return HashKey(new, False) if stored is None else HashKey(stored, True)
 
 
 def recorded_variables(variables: Mapping[str, str], key: HashKey) -> list[str]:
@@ -230,13 +216,12 @@ def _editable_source(direct_url: Path) -> Path | None:
 
 def git_state(folder: Path) -> tuple[list[str], str] | None:
     """Return facts and the uncommitted diff of the git checkout that tracks files of `folder`, or None."""
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    # A package in a virtual environment inside another project's checkout is not tracked there.
-    if top is None or not _git(folder, "ls-files", "--", "."):
+    top = git_output(folder, "rev-parse", "--show-toplevel")
+    if top is None or not has_tracked_files(folder):
         return None
-    commit = (_git(folder, "rev-parse", "--verify", "HEAD") or "none yet").strip()
-    changed = (_git(folder, "status", "--porcelain") or "").rstrip("\n").splitlines()
-    diff = _git(folder, "diff", "HEAD", "--binary", *AS_A_PATCH) or ""
+    commit = (git_output(folder, "rev-parse", "--verify", "HEAD") or "none yet").strip()
+    changed = (git_output(folder, "status", "--porcelain") or "").rstrip("\n").splitlines()
+    diff = git_output(folder, "diff", "HEAD", "--binary", *AS_A_PATCH) or ""
     if len(diff) > MAX_DIFF_BYTES:
         diff = (
             f"{diff[:MAX_DIFF_BYTES]}\n... {len(diff) - MAX_DIFF_BYTES} more characters left out\n"
@@ -250,25 +235,6 @@ def git_state(folder: Path) -> tuple[list[str], str] | None:
     return facts, mask_text(diff)
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Return git's output; None if it fails, is not installed, or does not finish in time."""
-    command = ["git", "-C", str(folder), *arguments]
-    # Read only: git must not refresh the index while the user's own git command runs.
-    env = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    try:
-        process = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=GIT_TIMEOUT_S,
-            env=env,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return process.stdout if process.returncode == 0 else None
-
-
 def _write_git(folder: Path, sources: Iterable[Path]) -> None:
     lines: list[str] = []
     diffs = ""
@@ -277,18 +243,13 @@ def _write_git(folder: Path, sources: Iterable[Path]) -> None:
         if state is not None and state[0][0] not in lines:
             lines += state[0]
             diffs += state[1]
-    _write(folder / "git.txt", lines or ["the package is in no git checkout"])
+    commit = recorded_commit()
+    built = [f"commit {commit}, recorded when the package was built"] if commit else []
+    _write(folder / "git.txt", lines or built or ["the package is in no git checkout"])
     if diffs:
         _write(folder / "uncommitted.diff", [diffs.removesuffix("\n")])
 
 
-def _open_private(path: str, flags: int) -> int:
-    """Open a file that only the user can read (an `opener` of `open`)."""
-    descriptor = os.open(path, flags, 0o600)
-    os.fchmod(descriptor, 0o600)  # for a file that exists already
-    return descriptor
-
-
 def _write(path: Path, lines: Iterable[str]) -> None:
-    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=_open_private) as file:
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=open_private) as file:
         file.write("".join(f"{line}\n" for line in lines))

@@ -6,6 +6,7 @@
 | `experts.ExpertMetrics` | computes how evenly experts are loaded |
 | `throughput.ThroughputClock` | measures the steps between log lines |
 | `row_files.RowFiles` | writes metrics.jsonl and validation.jsonl on rank 0 |
+| `extensions.observers.Observers` | passes rows on to user code |
 | `sinks.Sink` | shows rows: console, TensorBoard, W&B |
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.memory import MemoryMonitor
 from torchtitan_like.monitor.row_files import RowFiles
@@ -21,14 +22,18 @@ from torchtitan_like.monitor.rows import Row, RowCollector, StepRecord
 from torchtitan_like.monitor.sinks import Sink
 from torchtitan_like.monitor.throughput import ThroughputClock
 
+if TYPE_CHECKING:
+    from torchtitan_like.extensions.observers import Observers
+
 
 class Metrics:
     """The numbers of a run. Its parts are built by `build.build_metrics`.
 
     All ranks call `record`, `log` and `flush` for the same steps, because rows need a gather.
 
-    files: None on ranks that write no files. log_freq: steps between log lines. last_step: of the
-    run. wall_clock: returns seconds since 1970.
+    user_observers: empty on all ranks but 0. files: None on ranks that write no files.
+    log_freq: steps between log lines. last_step: of the run. wall_clock: returns seconds since
+    1970.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Metrics:
         memory: MemoryMonitor,
         sinks: Sequence[Sink],
         files: RowFiles | None,
+        user_observers: Observers,
         *,
         log_freq: int,
         last_step: int,
@@ -50,6 +56,7 @@ class Metrics:
         self.memory = memory
         self.sinks = sinks
         self._files = files
+        self._user_observers = user_observers
         self._log_freq = log_freq
         self._last_step = last_step
         self._wall_clock = wall_clock
@@ -59,7 +66,7 @@ class Metrics:
     def record(self, record: StepRecord) -> None:
         """Keep the values of a step. Does not wait for the device."""
         self.throughput.record(record.num_tokens, record.data_loading_s)
-        self.n_tokens_seen += record.num_tokens
+        self.n_tokens_seen += record.num_tokens + record.num_other_tokens
         self.rows.add(record, self.n_tokens_seen, self._wall_clock())
 
     def due(self, step: int) -> bool:
@@ -102,6 +109,7 @@ class Metrics:
             self._files.append_steps(rows)
         for observe in self.observers:
             observe(rows)
+        self._user_observers.on_steps(rows)
 
     # ---- validation
 
@@ -137,6 +145,7 @@ class Metrics:
             self._files.append_validation(row)
         for sink in self.sinks:
             sink.show_validation(row, memory)
+        self._user_observers.on_validation(row)
         self.memory.reset()
         return row
 
@@ -166,3 +175,4 @@ class Metrics:
             self._files.close()
         for sink in self.sinks:
             sink.close()
+        self._user_observers.close()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import is_out_of_memory
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 MAX_MEMORY_EVENTS = 100_000
 
 Barrier = Callable[[], None]
+Result = TypeVar("Result")
 
 
 class Profiler:
@@ -33,6 +34,18 @@ class Profiler:
     def step(self) -> None:
         for part in self._parts:
             part.step()
+
+    def annotate(self, name: str, function: Callable[[], Result]) -> Callable[[], Result]:
+        """Return `function`, each call of which has this name in traces; unchanged without traces."""
+        if not any(isinstance(part, _Traces) for part in self._parts):
+            return function
+        from torch.profiler import record_function
+
+        def annotated() -> Result:
+            with record_function(name):
+                return function()
+
+        return annotated
 
 
 @contextmanager
@@ -124,6 +137,7 @@ class _Traces:
             schedule=lambda index: cycle(index + step),
             on_trace_ready=self._dump,
             record_shapes=True,
+            with_stack=section.with_stack,
         )
         self._profile.start()
 

@@ -24,8 +24,9 @@ class StepRecord:
 
     They are 0-dim unless a shape is given, and must not be changed afterwards.
 
-    num_tokens: tokens read by all ranks. num_valid_tokens: the tokens with a label among them.
-    local_valid_tokens: labels of this data rank.
+    num_tokens: tokens read by all ranks. num_other_tokens: tokens read by other replica groups.
+    num_valid_tokens: tokens with a label, of all groups that take part.
+    local_valid_tokens: labels of this data rank, and of the same rank in other groups.
     loss_share: sum of this data rank's token losses / num_valid_tokens.
     mtp_loss_share: as loss_share, for multi-token prediction (mean over depths); None without it.
     grad_norm: of the whole model, before clipping; equal on all ranks.
@@ -54,6 +55,7 @@ class StepRecord:
     loss_by_source: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     mtp_loss_share: torch.Tensor | None = None
     group_lr: Mapping[str, float] = field(default_factory=dict)
+    num_other_tokens: int = 0
 
 
 class RankLoss(NamedTuple):

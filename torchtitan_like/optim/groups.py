@@ -21,7 +21,7 @@ class ParameterGroup(NamedTuple):
     """Parameters with the same optimizer and hyperparameters.
 
     name: of the table in `[optimizer.groups]`; "" for parameters in no group.
-    optimizer: a name in `optimizer.OPTIMIZERS`.
+    optimizer: a name in `optimizer.OPTIMIZERS`, or a registered one.
     members: the parameters by their canonical names.
     """
 
@@ -40,6 +40,10 @@ class ParameterGroup(NamedTuple):
             "group": self.name,
             "weight_decay": self.weight_decay,
         }
+
+    def as_named(self) -> dict[str, Any]:
+        """Return the group with pairs of names and parameters, as torch's optimizers take them."""
+        return self.as_torch() | {"params": list(self.members)}
 
 
 def group_parameters(

@@ -24,6 +24,8 @@ TILE = 131_072
 
 # (logits, labels) -> losses (tokens,) and gradients of the logits. May overwrite the logits.
 SoftmaxBody = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+# (logits in the dtype of the softmax, labels) -> losses (tokens,), differentiable.
+TokenLoss = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,9 @@ def chunked_cross_entropy(
     *,
     gathers_logits: bool = False,
     with_tokens: bool = False,
+    token_loss: TokenLoss | None = None,
 ) -> Callable[[Tensor, Tensor, Tensor], Tensor | LossWithTokens]:
-    """Build a cross-entropy loss that processes a few tokens at a time.
+    """Build a loss, by default cross-entropy, that processes a few tokens at a time.
 
     The loss takes hidden (tokens, dim), weight (vocab, dim), and labels (tokens,). It returns the
     0-dim sum over all labels other than -100. Forward also computes the gradients of each chunk, so
@@ -76,8 +79,14 @@ def chunked_cross_entropy(
     gathers_logits: all-gather the logits, so that every rank computes the whole loss. By default,
         logits stay sharded: the ranks reduce one maximum and two sums per token.
     with_tokens: also return the detached loss of each token (`LossWithTokens`).
+    token_loss: the loss instead of cross-entropy. It is not compiled, and it reads all logits of a
+        token, as with `gathers_logits`. Its gradients come from autograd.
     """
     body: SoftmaxBody = _softmax_in_tiles
+    if token_loss is not None:
+        body = partial(_differentiated, token_loss)
+        compile_backend = None
+        gathers_logits = True
     if compile_backend is not None:
         # Dynamo of torch 2.11 rejects the compiled function without `partial`.
         body = partial(torch.compile(_softmax, backend=compile_backend))
@@ -128,6 +137,15 @@ def _softmax(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         -1, labels, _minus_one(labels, log_probabilities.dtype)
     )
     return losses, gradients.to(logits.dtype)
+
+
+def _differentiated(token_loss: TokenLoss, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the losses (tokens,) of `token_loss`, and the logits' gradients."""
+    with torch.enable_grad():
+        inputs = logits.detach().requires_grad_()
+        losses = token_loss(inputs.to(_softmax_dtype(inputs)), labels)
+        (gradients,) = torch.autograd.grad(losses.sum(), inputs)
+    return losses.detach(), gradients
 
 
 def _softmax_in_tiles(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from torchtitan_like.extensions.optimizers import build_optimizer as build_registered
+from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.adam import build_adam
 from torchtitan_like.optim.clipping import (
@@ -39,6 +41,7 @@ class Surroundings(NamedTuple):
     shard_indices: `util.positions.local_positions`.
     device: of the parameters.
     seed: of the run.
+    settings: the config sections of user code, by name.
     """
 
     sharding: Table
@@ -46,11 +49,13 @@ class Surroundings(NamedTuple):
     shard_indices: ShardIndices
     device: torch.device
     seed: int
+    settings: Settings
 
 
 Builder = Callable[[list[ParameterGroup], "OptimizerSection", Surroundings], torch.optim.Optimizer]
 # Name of an optimizer -> what builds it over groups of parameters. To add one, derive it from
-# `GatedOptimizer`, and add its name to `config.sections_training.OptimizerName`.
+# `GatedOptimizer`, and add its name to `config.sections_training.OptimizerName`. User code registers
+# others.
 OPTIMIZERS: dict[str, Builder] = {
     "Adam": lambda *arguments: _build_adam(elementwise.Adam, *arguments),
     "AdamW": lambda *arguments: _build_adam(elementwise.AdamW, *arguments),
@@ -85,14 +90,19 @@ def _build(
     if "Muon" in section.names and not groups["Muon"]:
         # Its step is a collective, and this pipeline stage has no matrices.
         groups["Muon"].append(ParameterGroup("", "Muon", section.lr, 0.0, []))
-    return [OPTIMIZERS[name](members, section, surroundings) for name, members in groups.items()]
+    return [
+        OPTIMIZERS[name](members, section, surroundings)
+        if name in OPTIMIZERS
+        else build_registered(name, [group.as_named() for group in members], surroundings.settings)
+        for name, members in groups.items()
+    ]
 
 
 def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Step unless `skip` is 1. On a GPU, the host does not read `skip`."""
     if isinstance(optimizer, GatedOptimizer):
         optimizer.gated_step(skip)
-    elif optimizer.defaults["fused"]:
+    elif optimizer.defaults.get("fused"):
         # The fused kernels read this attribute.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
@@ -102,7 +112,7 @@ def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         optimizer.step()
 
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @torch.no_grad()
@@ -114,7 +124,7 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        for tensor in (parameter, *optimizer.state[parameter].values()):
+        for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
             shard = local(tensor)
             integer = INTEGERS[shard.element_size()]
             by_type[integer].append(shard.view(integer))
@@ -182,6 +192,14 @@ class Optimizer:
         self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
         return clip_gradients(self.parameters, max_norm, self.all_ranks)
 
+    def local_gradients(self) -> list[Tensor]:
+        """Return this rank's shards of the gradients of `named`, without copies.
+
+        Raises RuntimeError if a parameter has no gradient.
+        """
+        self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
+        return [local(parameter.grad) for parameter in self.parameters]
+
     def _refuse_missing(self, names: Iterable[str]) -> None:
         if missing := list(names):
             raise RuntimeError(
@@ -202,7 +220,7 @@ class Optimizer:
 
     def _named_state(self) -> Iterator[tuple[str, dict[str, Tensor]]]:
         state = {p: s for optimizer in self._optimizers for p, s in optimizer.state.items()}
-        yield from ((name, state[p]) for name, p in self.named)
+        yield from ((name, state.get(p, {})) for name, p in self.named)
 
     def describe(self) -> list[str]:
         """Return lines for the log: who updates what, and the memory of one parameter.
@@ -218,7 +236,7 @@ class Optimizer:
                     f"weight decay {group['weight_decay']:.3g}"
                 )
                 for p in group["params"]:
-                    state = optimizer.state[p].values()
+                    state = optimizer.state.get(p, {}).values()
                     sizes[title].append((p, sum(map(_num_bytes, state))))
         lines = []
         for title, members in sizes.items():

@@ -10,7 +10,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import LRScheduler
@@ -33,9 +36,11 @@ class Schedule:
     T - w or round(T * decay_ratio):
 
     * warmup, step s <= w: s / w;
-    * stable, w < s <= T - d: 1;
-    * decay, T - d < s <= T: falls along the decay curve from 1 to `min_lr_factor`;
-    * s > T: `min_lr_factor`, or 1 if d = 0.
+    * stable, w < s <= T + 1 - d: 1;
+    * decay, T + 1 - d < s <= T + 1: falls along the decay curve from 1 to `min_lr_factor`;
+    * s > T + 1: `min_lr_factor`, or 1 if d = 0.
+
+    The minimum belongs to step T + 1, as in TorchTitan: the last step must not have a rate of 0.
 
     The horizon does not depend on `training.steps` if `total_steps` is set. A run can then be
     extended without a change of its schedule.
@@ -46,30 +51,67 @@ class Schedule:
     horizon: int
     decay_type: str
     min_lr_factor: float
+    end_of_decay: int  # the step at which the decay reaches the minimum
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores."""
+        return asdict(self)
 
     def factor(self, step: int) -> float:
         """Return the multiplier of step `step` >= 1."""
         if step <= self.warmup_steps:
             return step / self.warmup_steps
-        decay_step = step - (self.horizon - self.decay_steps)
+        decay_step = step - (self.end_of_decay - self.decay_steps)
         if decay_step <= 0 or self.decay_steps == 0:
             return 1.0
         multiplier = DECAYS[self.decay_type](min(1.0, decay_step / self.decay_steps))
         return self.min_lr_factor + (1.0 - self.min_lr_factor) * multiplier
 
 
-def build_schedule(section: LRScheduler, training_steps: int) -> Schedule:
+@dataclass(frozen=True)
+class RegisteredSchedule:
+    """A schedule of user code, by its registered name. Its warmup is unknown."""
+
+    name: str
+    horizon: int
+    settings: Settings
+
+    warmup_steps: ClassVar[int] = 0
+
+    def saved(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores. Its configuration has the user's sections."""
+        return {"name": self.name, "horizon": self.horizon}
+
+    def factor(self, step: int) -> float:
+        """Return the multiplier of step `step` >= 1."""
+        return float(registry.find("lr_schedule", self.name)(step, self.horizon, self.settings))
+
+
+def build_schedule(
+    section: LRScheduler, training_steps: int, settings: Settings
+) -> Schedule | RegisteredSchedule:
     """Build the schedule of `[lr_scheduler]`. The default horizon is `training_steps`.
+
+    settings: the config sections of user code.
 
     The warmup is at most as long as the horizon. The decay starts after the warmup. Preflight warns
     if it shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps
+    if registry.is_registered("lr_schedule", section.name):
+        return RegisteredSchedule(section.name, horizon, settings)
     warmup = min(section.warmup_steps, horizon)
     decay = horizon - warmup
     if section.decay_ratio is not None:
         decay = min(decay, round(horizon * section.decay_ratio))
-    return Schedule(warmup, decay, horizon, section.decay_type, section.min_lr_factor)
+    return Schedule(
+        warmup_steps=warmup,
+        decay_steps=decay,
+        horizon=horizon,
+        decay_type=section.decay_type,
+        min_lr_factor=section.min_lr_factor,
+        end_of_decay=horizon + 1,
+    )
 
 
 @dataclass(frozen=True)
@@ -80,16 +122,28 @@ class SavedSchedule:
     peak_lr: the learning rate that the schedule multiplies.
     """
 
-    schedule: Schedule
+    schedule: Schedule | RegisteredSchedule
     first_step: Callable[[], int]
     peak_lr: float
 
     def state_dict(self) -> dict[str, Any]:
-        return {"json": json.dumps(asdict(self.schedule))}
+        return {"json": json.dumps(self.schedule.saved())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Log a warning with both learning rates if the checkpoint has another schedule."""
-        old = Schedule(**json.loads(state_dict["json"]))
+        """Log a warning if the checkpoint has another schedule, with both learning rates.
+
+        The learning rates of another schedule of user code are unknown.
+        """
+        saved = json.loads(state_dict["json"])
+        if "name" in saved:
+            if saved != self.schedule.saved():
+                logger.warning(
+                    "The learning-rate schedule has changed since the checkpoint: "
+                    f"{saved} before, {self.schedule.saved()} now"
+                )
+            return
+        # Checkpoints without `end_of_decay` reached the minimum at the horizon.
+        old = Schedule(**{"end_of_decay": saved["horizon"], **saved})
         step = self.first_step()
         if old != self.schedule:
             logger.warning(

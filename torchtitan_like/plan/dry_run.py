@@ -109,7 +109,9 @@ def _as_dry_run(config: JobConfig) -> JobConfig:
 def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps: int) -> None:
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
-    geometry = batch_geometry(config.training, world.dims)
+    geometry = batch_geometry(
+        config.training, world.dims, num_groups=config.fault_tolerance.share[1]
+    )
     sections = model_sections(config)
     num_sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
     with recorder.allocating("parameters"):
@@ -122,6 +124,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             max_seq_len=longest_sequence(config.training, config.validation),
             num_samples=geometry.samples_per_rank,
             with_tokens=num_sources > 0,
+            settings=config.extra_sections,
         )
     for part in model.parts:
         for buffer in part.buffers():
@@ -137,6 +140,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             total_steps=config.training.steps,
             sections=sections,
             seed=0,
+            settings=config.extra_sections,
         )
         balancer = build_balancer(model.parts, world, config.parallelism)
         if balancer is not None:
@@ -165,7 +169,8 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             batch = _batch(config, geometry, with_positions=needs_positions(args))
             recorder.num_muted -= 1
             num_tokens = geometry.global_batch_size * config.training.seq_len
-            runner.run(step, batch, num_tokens, num_tokens=num_tokens, is_logged=True)
+            runner.compute_gradients(step, batch, num_tokens, num_tokens=num_tokens)
+            runner.update(is_logged=True)
             gate.record(step)
             gc.collect()  # what only reference cycles hold is not part of a step
             recorder.recording.mark(f"step {step}")

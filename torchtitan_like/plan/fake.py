@@ -322,7 +322,8 @@ def join_fake_world(
         allocating=allocating,
     )
     if has_groups:
-        groups = build_device_groups(dims, device.type, timeout)
+        ranks = list(range(dims.world_size))
+        groups = build_device_groups(rank, dims, device.type, ranks=ranks, timeout=timeout)
         world.mesh = groups.mesh
         world.experts_mesh = groups.experts_mesh
         world.all_ranks = groups.all_ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
+from torchtitan_like.config.loader import import_extensions
 from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
@@ -13,6 +14,7 @@ from torchtitan_like.config.rules import broken_rules
 from torchtitan_like.preflight.context import DeviceType, RunContext, build_context
 from torchtitan_like.preflight.datasets import check_datasets
 from torchtitan_like.preflight.environment import check_nccl, check_torch
+from torchtitan_like.preflight.extensions import check_extensions
 from torchtitan_like.preflight.folders import check_folders, check_initial_checkpoint
 from torchtitan_like.preflight.host_memory import check_host_memory
 from torchtitan_like.preflight.model import (
@@ -33,24 +35,29 @@ def load_checked(
     training: bool,
     device_type: DeviceType | Callable[[JobConfig], DeviceType] | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
-    """Load the configuration and check all of it. Returns the configuration and warnings.
+    """Import the user's extensions, then load the configuration and check all of it.
+
+    Returns the configuration and warnings.
 
     device_type: see `check`; or a function that detects the device once the settings are known.
 
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
     """
-    problems: list[Problem] = []
-    faulty: frozenset[str] = frozenset()
+    problems = import_extensions(argv)
+    # Names and sections of a module that cannot be imported are unknown.
+    faulty = frozenset(problem.key for problem in problems)
     try:
         config = load_config(argv)
         problems += config.notices
     except ConfigError as error:
+        problems += [
+            problem for problem in error.problems if not _reads_faulty_key(problem, faulty)
+        ]
         if error.partial is None:
-            raise
+            raise ConfigError(problems) from error
         config = error.partial
-        faulty = error.faulty
-        problems += error.problems
+        faulty |= error.faulty
     try:
         config, warnings = read_sizes(config)
         problems += warnings
@@ -116,6 +123,7 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_datasets(run.config)
     yield from check_folders(run.config)
     yield from check_initial_checkpoint(run.config)
+    yield from check_extensions(run)
 
 
 def _settle(problem: Problem, training: bool) -> Problem:

@@ -13,6 +13,7 @@ from torchtitan_like.config.compile_backends import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import splits_backward
+from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -105,6 +106,11 @@ class RunContext:
         return is_half and self.device_type != "cpu" and self.args is not None
 
     @property
+    def has_registered_optimizer(self) -> bool:
+        """True if user code has registered the optimizer of some parameters."""
+        return any(registry.is_registered("optimizer", n) for n in self.config.optimizer.names)
+
+    @property
     def uses_float8(self) -> bool:
         return FLOAT8 in self.config.model.converters
 
@@ -139,9 +145,14 @@ class RunContext:
         return is_simple_fsdp and self.compiles_model and can_rewrite
 
     @property
+    def num_data_ranks(self) -> int:
+        """Ranks that read different samples, in all replica groups."""
+        return self.dp * self.config.fault_tolerance.share[1]
+
+    @property
     def samples_per_pass(self) -> int:
         """Samples of one forward pass on all data-parallel ranks."""
-        return self.config.training.local_batch_size * self.dp
+        return self.config.training.local_batch_size * self.num_data_ranks
 
     @property
     def samples_per_micro_batch(self) -> int:

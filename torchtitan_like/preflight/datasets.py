@@ -12,6 +12,7 @@ from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem
 from torchtitan_like.preflight.folders import describe_missing
+from torchtitan_like.util import registry
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -106,6 +107,8 @@ def _check_files(
     from torchtitan_like.data.text.documents import find_corpus
     from torchtitan_like.data.text.hub import PREFIX, check_name
 
+    if registry.is_registered("data_source", format_name):
+        return  # `extensions.check_extensions` opens it
     is_tokens = format_name == "tokens"
     if path.startswith(PREFIX):
         if is_tokens:

@@ -11,8 +11,30 @@ from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_training import Training
+    from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.sections_training import Optimizer
     from torchtitan_like.preflight.context import RunContext
+
+BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+
+class States(NamedTuple):
+    """The states that an optimizer keeps for each parameter.
+
+    num_tensors: tensors of the size of the parameter. is_elementwise: `optimizer.state_dtype` and
+    `optimizer.bf16_rounding` apply to them.
+    """
+
+    num_tensors: int
+    is_elementwise: bool
+
+
+STATES = {
+    "Adam": States(2, is_elementwise=True),
+    "AdamW": States(2, is_elementwise=True),
+    "Lion": States(1, is_elementwise=True),
+    "Muon": States(1, is_elementwise=False),
+}
 
 
 class HostMemoryNeed(NamedTuple):
@@ -36,20 +58,42 @@ class HostMemoryNeed(NamedTuple):
         )
 
 
+def state_bytes(section: Optimizer, weight_dtype: str) -> int:
+    """Return the bytes of optimizer states of a parameter.
+
+    With several optimizers, this is the smallest number among them, so that no run is refused that
+    fits: which parameters are in a group is known only for a built model.
+    """
+    return min(_state_bytes(name, section, weight_dtype) for name in section.names)
+
+
+def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> int:
+    if name not in STATES:
+        return 0  # of a registered optimizer, whose states are unknown
+    states = STATES[name]
+    if not states.is_elementwise:
+        return states.num_tensors * BYTES[weight_dtype]
+    num_bytes = states.num_tensors * BYTES[section.state_dtype or weight_dtype]
+    if section.bf16_rounding == "kahan" and weight_dtype == "bfloat16":
+        num_bytes += BYTES["bfloat16"]
+    return num_bytes
+
+
 def host_memory_need(
-    training: Training, num_params: int, num_shards: int, ranks_of_node: int
+    config: JobConfig, num_params: int, num_shards: int, ranks_of_node: int
 ) -> HostMemoryNeed | None:
     """Return the host memory that CPU offload needs, or None without CPU offload.
 
     num_shards: ranks that share one copy of the weights. All ranks count alike. In a pipeline, the
     ranks with the embedding or the head need somewhat more.
     """
+    training = config.training
     if not training.enable_cpu_offload:
         return None
-    width = 2 if training.dtype == "bfloat16" else int(training.dtype[-2:]) // 8
-    num_bytes = -(-num_params // num_shards) * width
-    # Adam keeps two running means.
-    return HostMemoryNeed(ranks_of_node, num_bytes, num_bytes, 2 * num_bytes)
+    num_of_rank = -(-num_params // num_shards)
+    weights = num_of_rank * BYTES[training.dtype]
+    states = num_of_rank * state_bytes(config.optimizer, training.dtype)
+    return HostMemoryNeed(ranks_of_node, weights, weights, states)
 
 
 def check_host_memory(run: RunContext) -> Iterator[Problem]:
@@ -63,12 +107,20 @@ def check_host_memory(run: RunContext) -> Iterator[Problem]:
     num_params = run.spec.num_params(run.args)
     num_shards = run.dp_shard * run.cp * run.tp * run.pp
     ranks_of_node = run.local_world_size or 1
-    need = host_memory_need(run.config.training, num_params, num_shards, ranks_of_node)
+    need = host_memory_need(run.config, num_params, num_shards, ranks_of_node)
     if need is None:
         return
     key = "training.enable_cpu_offload"
     memory = host_memory()
-    involves = (*DEGREES, *MODEL_KEYS, "training.dtype")
+    involves = (
+        *DEGREES,
+        *MODEL_KEYS,
+        "training.dtype",
+        "optimizer.name",
+        "optimizer.state_dtype",
+        "optimizer.bf16_rounding",
+        "optimizer.groups",
+    )
     remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
     if need.of_node > memory.total:
         total = f"{memory.total / GIB:.2f} GiB"

@@ -11,7 +11,6 @@ from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
 from torchtitan_like.models.attention_rules import unsupported_attention
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
-from torchtitan_like.util.modules import import_named
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -67,15 +66,7 @@ def read_sizes(config: JobConfig) -> tuple[JobConfig, list[Problem]]:
 
 
 def _find_spec(config: JobConfig) -> tuple[ModelSpec | None, list[Problem]]:
-    """Import the user's module, and return the model of that name, or the problem."""
-    module = config.experimental.custom_import
-    if module:
-        try:
-            import_named(module)
-        except Exception as error:  # user code may raise anything
-            reason = f"{type(error).__name__}: {error}"
-            expected = f"a module or a .py file that can be imported; {reason}"
-            return None, [Problem("experimental.custom_import", None, expected)]
+    """Return the model of the name in the configuration, or the problem."""
     try:
         return get_spec(config.model.name), []
     except KeyError as error:
@@ -149,7 +140,7 @@ def check_parameter_patterns(run: RunContext) -> Iterator[Problem]:
     }
     if section.has_weight_decay:
         patterns["optimizer.no_weight_decay"] = section.no_weight_decay
-    templates, names = _parameter_names(run)
+    templates, names = parameter_names(run)
     for key, pattern in [(key, each) for key, group in patterns.items() for each in group]:
         if names and not any(fnmatchcase(name, pattern) for name in names):
             examples = ", ".join(template.replace("{}", "0") for template in templates)
@@ -172,7 +163,7 @@ def check_parameter_patterns(run: RunContext) -> Iterator[Problem]:
         )
 
 
-def _parameter_names(run: RunContext) -> tuple[list[str], list[str]]:
+def parameter_names(run: RunContext) -> tuple[list[str], list[str]]:
     """Return the names of the model's parameters: with "{}" for the layer, and for every layer.
 
     Some layers of a family may lack some of the names.

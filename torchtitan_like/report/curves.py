@@ -15,15 +15,16 @@ from torchtitan_like.report.recorded import as_time, rows_as_floats
 from torchtitan_like.report.summary import smoothed_loss, smoothing_window
 from torchtitan_like.report.tolerant import Floats, Row
 from torchtitan_like.util.jsonl import to_json_value
+from torchtitan_like.util.pictures import PALETTE
+from torchtitan_like.util.suggestions import nearest
 
+SMOOTHED_LOSS = "loss.smoothed"
+VALIDATION_KEY = "validation."
 MAX_POINTS = 24_000  # on a page, of 8 bytes x 4 numbers, which base64 makes 43 bytes
 MIN_POINTS = 200  # of a curve
 MAX_EVENTS = 400  # of each kind that are drawn
 MAX_DETAIL = 400  # characters
 
-# Okabe and Ito's palette without its black and yellow: distinct for color-blind readers, visible on
-# light and on dark pages.
-PALETTE = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 # Kind of event -> color; kinds that are not listed are gray.
 EVENT_COLORS = {
     "save": "#56b4e9",
@@ -77,10 +78,12 @@ CHARTS = (
 class Curve:
     """A curve of a chart. All arrays are float64 (rows,).
 
+    key: of its values in metrics.jsonl, or `SMOOTHED_LOSS` or validation.<dataset>.
     is_raw: drawn thin below its smoothed curve. is_dashed: to tell it from others of its color.
     has_markers: few points, each with a marker.
     """
 
+    key: str
     label: str
     color: str
     step: Floats
@@ -99,6 +102,7 @@ class Curve:
         """Return the curve with the rows that `decimate` chooses."""
         kept = decimate(self.values, max_points)
         return Curve(
+            self.key,
             self.label,
             self.color,
             self.step[kept],
@@ -153,6 +157,29 @@ def build_charts(histories: Sequence[History]) -> list[Chart]:
     return charts
 
 
+def build_chart(histories: Sequence[History], metric: str) -> Chart:
+    """Return the chart of one key of metrics.jsonl. Raises ValueError if no run has a value of it.
+
+    metric: the keys of nested objects are joined by dots: `sources.web.loss`.
+    """
+    if metric == "loss":
+        chart = _loss_chart(histories)
+    else:
+        known = (spec for spec in CHARTS if metric in spec.keys)
+        spec = next(known, ChartSpec("", metric, "", {metric: ""}))
+        title = f"{spec.title}: {spec.keys[metric]}".removesuffix(": ")
+        chart = _metric_chart(spec._replace(title=title, keys={metric: ""}), histories)
+    chart.curves = [curve for curve in chart.curves if np.isfinite(curve.values).any()]
+    if not chart.curves:
+        names = sorted({name for history in histories for name in history.run.metrics.names()})
+        similar = nearest(metric, names)
+        raise ValueError(
+            f"No run has a finite value of {metric!r}. Expected one of: {', '.join(names) or 'none'}. "
+            + (f"Did you mean {similar!r}?" if similar else "Give another metric or run.")
+        )
+    return chart
+
+
 def build_marks(history: History) -> list[EventMarks]:
     """Return the events of a run that have a step, by kind."""
     by_kind: dict[str, list[Row]] = {}
@@ -198,7 +225,7 @@ def _loss_chart(histories: Sequence[History]) -> Chart:
         color = PALETTE[index % len(PALETTE)]
         window = smoothing_window(metrics.num_rows)
         chart.curves.append(_curve(history, "loss", f"{name}train", color, is_raw=True))
-        mean = _curve(history, "loss", f"{name}train, mean of {window} rows", color)
+        mean = _curve(history, SMOOTHED_LOSS, f"{name}train, mean of {window} rows", color)
         mean.values = smoothed_loss(history)
         chart.curves.append(mean)
         chart.curves.append(
@@ -208,6 +235,7 @@ def _loss_chart(histories: Sequence[History]) -> Chart:
             is_only = len(histories) == 1
             chart.curves.append(
                 Curve(
+                    f"{VALIDATION_KEY}{dataset}",
                     f"{name}validation {dataset}".rstrip(),
                     PALETTE[(index + number) % len(PALETTE)] if is_only else color,
                     rows_as_floats(rows, "step"),
@@ -255,6 +283,7 @@ def _curve(
     is_dashed: bool = False,
 ) -> Curve:
     return Curve(
+        key,
         label,
         color,
         history.step,

@@ -43,6 +43,7 @@ def draw(charts: Sequence[Chart], marks: Sequence[EventMarks], *, shows_events: 
         ColumnDataSource(
             {"step": mark.step, "tokens": mark.tokens, "hours": mark.hours, "detail": mark.details},
             name=mark.run,
+            tags=[f"event/{mark.kind}"],
         )
         for mark in marks
     ]
@@ -57,6 +58,7 @@ def draw(charts: Sequence[Chart], marks: Sequence[EventMarks], *, shows_events: 
                     "value": curve.values,
                 },
                 name=curve.label,
+                tags=[f"{number}/{curve.key}"],
             )
             for curve in chart.curves
         ]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan_like.report.curves import (
     HIDDEN_EVENTS,
@@ -28,9 +31,9 @@ from torchtitan_like.util.units import format_bytes, format_duration
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_ROWS = 500  # of a table of events or evaluations
-# Nothing is loaded from elsewhere, whatever a run's files contain.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 NONE = "–"
+
+_SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
 CLASS_COLORS = {
     "training": "#009e73",
@@ -51,36 +54,109 @@ def render_page(histories: Sequence[History], *, is_redacted: bool) -> str:
     marks = [mark for history in histories for mark in build_marks(history)]
     drawing = draw(charts, marks, shows_events=len(histories) == 1)
     names = ", ".join(history.run.name for history in histories)
+    sections = [
+        *summary_sections(histories),
+        *curves_sections(charts, marks, drawing.charts, len(histories) == 1),
+        *detail_sections(histories),
+    ]
+    note = "<p>Environment, paths, host names and log text are left out.</p>" if is_redacted else ""
+    return html_document(
+        names,
+        f"<h1>{escape(names)}</h1>{note}{section_links(sections)}",
+        sections_html(sections),
+        scripts=f"{drawing.scripts}{script('page.js')}",
+    )
+
+
+class Section(NamedTuple):
+    """A section of a page."""
+
+    title: str
+    html: str
+
+
+def summary_sections(histories: Sequence[History]) -> list[Section]:
+    """Return the sections before the curves."""
+    sections = [Section(f"Summary of {one.run.name}", _summary(one)) for one in histories]
+    if len(histories) > 1:
+        sections.append(Section("Comparison", _comparison(histories)))
+    return sections
+
+
+def curves_sections(
+    charts: Sequence[Chart], marks: Sequence[EventMarks], drawn: Sequence[str], shows_events: bool
+) -> list[Section]:
+    """Return the section of the curves, if there are any. drawn: the HTML of each chart."""
+    return [Section("Curves", _curves(charts, marks, drawn, shows_events))] if charts else []
+
+
+def detail_sections(histories: Sequence[History]) -> list[Section]:
+    """Return the sections after the curves, of each run."""
     sections = []
     for history in histories:
-        sections.append((f"Summary of {history.run.name}", _summary(history)))
-    if len(histories) > 1:
-        sections.append(("Comparison", _comparison(histories)))
-    if charts:
-        sections.append(("Curves", _curves(charts, marks, drawing.charts, len(histories) == 1)))
-    for history in histories:
         suffix = "" if len(histories) == 1 else f" of {history.run.name}"
-        sections += [(f"{title}{suffix}", html) for title, html in _details(history) if html]
-    body = "".join(
+        sections += [Section(f"{title}{suffix}", html) for title, html in _details(history) if html]
+    return sections
+
+
+def sections_html(sections: Sequence[Section]) -> str:
+    """Return the sections, with the anchors of `section_links`."""
+    return "".join(
         f'<section id="s{number}"><h2>{escape(title)}</h2>{html}</section>'
         for number, (title, html) in enumerate(sections)
     )
+
+
+def section_links(sections: Sequence[Section]) -> str:
+    """Return links to the sections."""
     links = "".join(
         f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)
     )
-    note = "<p>Environment, paths, host names and log text are left out.</p>" if is_redacted else ""
+    return f'<nav aria-label="Sections">{links}</nav>'
+
+
+def html_document(
+    title: str,
+    header: str,
+    main: str,
+    *,
+    scripts: str,
+    styles: str = "",
+    sources: str = "'none'",
+    data: str = "",
+) -> str:
+    """Return a page that loads nothing from elsewhere, whatever its content is.
+
+    scripts: elements; the browser runs no others. styles: after those of `page.css`. sources: what
+    the scripts may connect to, as in a Content-Security-Policy. data: text for the scripts.
+    """
+    hashes = [
+        f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
+        for code in _SCRIPT.findall(scripts)
+    ]
+    policy = (
+        f"default-src 'none'; script-src {' '.join(hashes)}; "
+        f"style-src 'unsafe-inline'; img-src data:; connect-src {sources}; base-uri 'none'; "
+        "form-action 'none'"
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(names)}</title><style>{_asset('page.css')}</style></head><body>"
-        f'<header><h1>{escape(names)}</h1>{note}<nav aria-label="Sections">{links}</nav></header>'
-        f"<main>{body}</main>{drawing.scripts}<script>{_asset('page.js')}</script></body></html>\n"
+        f"<title>{escape(title)}</title><style>{asset('page.css')}{styles}</style></head>"
+        f'<body data-page="{escape(data)}">'
+        f"<header>{header}</header><main>{main}</main>{scripts}</body></html>\n"
     )
 
 
-def _asset(name: str) -> str:
+def script(name: str) -> str:
+    """Return an asset as an element that runs it."""
+    return f"<script>{asset(name)}</script>"
+
+
+def asset(name: str) -> str:
+    """Return the text of an asset."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
@@ -215,7 +291,7 @@ def _curves(
     steps = [step for chart in charts for curve in chart.curves for step in curve.step]
     first, last = int(min(steps)), int(max(steps))
     parts = [
-        '<form class="controls" onsubmit="return false">'
+        '<form class="controls">'
         f"<fieldset><legend>Horizontal axis</legend>{axes}</fieldset>"
         '<fieldset><legend>Scale</legend><label><input type="checkbox" id="log">log axes of loss '
         "and gradient norm</label></fieldset>",
@@ -231,7 +307,7 @@ def _curves(
             parts.append("</div>" if section else "")
             parts.append(f'<h3>{escape(chart.section)}</h3><div class="charts">')
             section = chart.section
-        parts.append(f"<figure><figcaption>{_caption(chart)}</figcaption>{drawn}</figure>")
+        parts.append(f"<figure><figcaption>{chart_caption(chart)}</figcaption>{drawn}</figure>")
     parts.append(
         "</div><h3>Values at the step</h3>"
         '<div class="scroll"><table id="values" aria-live="polite"><thead><tr><th>curve</th>'
@@ -246,7 +322,7 @@ def _curves(
     return "".join(parts)
 
 
-def _caption(chart: Chart) -> str:
+def chart_caption(chart: Chart) -> str:
     """Return the chart as text: title, and the first and last value of each curve."""
     unit = f", {escape(chart.unit)}" if chart.unit else ""
     texts = [

@@ -6,9 +6,10 @@ read is listed in `RecordedRun.problems`.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,7 +19,14 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.config.layers import leaves
-from torchtitan_like.report.tolerant import Columns, Floats, Row, read_columns, read_objects
+from torchtitan_like.report.tolerant import (
+    Columns,
+    Floats,
+    Row,
+    Table,
+    read_columns,
+    read_objects,
+)
 from torchtitan_like.util.reading import read_json, read_text
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
@@ -115,7 +123,7 @@ class RecordedRun:
 
     name: str
     path: str
-    metrics: Columns
+    metrics: Table
     validation: list[Row]
     events: list[Row]
     evals: list[Row]
@@ -132,15 +140,20 @@ class RecordedRun:
         return set().union(*(attempt.hosts for attempt in self.attempts))
 
 
-def read_run(run: Path) -> RecordedRun:
-    """Read a run directory. Raises ValueError if `run` is not one."""
+def read_run(
+    run: Path, read_metrics: Callable[[Path], tuple[Table, list[str]]] = read_columns
+) -> RecordedRun:
+    """Read a run directory. Raises ValueError if `run` is not one.
+
+    read_metrics: returns the rows of metrics.jsonl and the problems.
+    """
     names = (METRICS, EVENTS, CONFIG, ATTEMPTS)
     if not any((run / name).exists() for name in names):
         raise ValueError(
             f"{run} is not the folder of a run: it has none of {', '.join(names)}. "
             "Expected a job.dump_folder. Correct the path."
         )
-    metrics, problems = read_columns(run / METRICS)
+    metrics, problems = read_metrics(run / METRICS)
     validation, more = read_objects(run / VALIDATION, "step")
     problems += more
     events, more = read_objects(run / EVENTS, "event")
@@ -324,6 +337,9 @@ def _read_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> RecordedCheck
     files = {str(name): int(record["size"]) for name, record in manifest.get("files", {}).items()}
     wrong = []
     for name, size in files.items():
+        if os.path.isabs(name) or ".." in Path(name).parts:
+            wrong.append(f"{name} is outside of the checkpoint")
+            continue
         try:
             actual = (folder / name).lstat().st_size
         except OSError:

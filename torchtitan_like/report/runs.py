@@ -59,16 +59,22 @@ HEADER = f"{'run':<32} {'state':<12} {'step':>15} {'loss':>9} {'updated':>16}  c
 
 def list_runs(folder: Path, now: float) -> list[RunSummary]:
     """List the run directories at and below `folder`. now: Unix time. Raises ValueError if none."""
-    summaries = [_summarize(run, now) for run in _find_runs(folder, MAX_DEPTH)]
-    if not summaries:
+    return [summarize_run(run, now) for run in find_runs(folder)]
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run directories at and below `folder`. Raises ValueError if there are none."""
+    runs = list(search_runs(folder))
+    if not runs:
         raise ValueError(
             f"{folder} contains no run. Expected a folder with {CONFIG} and {METRICS}, up to "
             f"{MAX_DEPTH} levels below it. Give the folder of a run, or one that contains runs."
         )
-    return summaries
+    return runs
 
 
-def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
+def search_runs(folder: Path, depth: int = MAX_DEPTH) -> Iterator[Path]:
+    """Yield the run directories at and below `folder`, at most `depth` levels below it."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError:
@@ -80,10 +86,11 @@ def _find_runs(folder: Path, depth: int) -> Iterator[Path]:
     if depth:
         for entry in entries:
             if entry.is_dir() and not entry.name.startswith("."):
-                yield from _find_runs(folder / entry.name, depth - 1)
+                yield from search_runs(folder / entry.name, depth - 1)
 
 
-def _summarize(run: Path, now: float) -> RunSummary:
+def summarize_run(run: Path, now: float) -> RunSummary:
+    """Return the state and progress of a run directory. now: Unix time."""
     try:
         config = read_run_config(run)
         rows = newest_metrics(run, TAIL_BYTES)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.report.disk import checkpoints_left, free_space, newest_checkpoint
-from torchtitan_like.report.files import newest_metrics, read_run_config, step_seconds
+from torchtitan_like.report.files import Row, newest_metrics, read_run_config, step_seconds
 from torchtitan_like.util.run_directory import (
     EXIT,
     newest_attempt,
@@ -18,6 +19,7 @@ from torchtitan_like.util.units import GIB
 
 SILENT_SECONDS = 60.0  # without a heartbeat
 MAX_RANKS_SHOWN = 8
+NO_STEP = "no step has finished yet"
 # Key of a metrics row, digits after the decimal point, unit.
 SPEEDS = (
     ("tps", 0, "tokens/s on each device"),
@@ -27,48 +29,95 @@ SPEEDS = (
 )
 
 
-def status_lines(run: Path, now: float) -> list[str]:
-    """Return the lines of `titan run watch`. now: Unix time.
+@dataclass(frozen=True)
+class Progress:
+    """Progress of a run, from the newest rows of its metrics.jsonl.
+
+    rows: oldest first, at least one. total_steps: None if unknown.
+    seconds_per_step: median of the rows; None if no two of them are neighbors.
+    """
+
+    rows: list[Row]
+    total_steps: int | None
+    seconds_per_step: float | None
+
+    @property
+    def step(self) -> int:
+        """The newest step."""
+        return int(self.rows[-1]["step"])
+
+    def seconds_left(self) -> float | None:
+        """Return the time of the remaining steps; None if there are none, or if it is unknown."""
+        if self.seconds_per_step is None or not self.total_steps or self.step >= self.total_steps:
+            return None
+        return (self.total_steps - self.step) * self.seconds_per_step
+
+    def position_line(self, now: float) -> str:
+        """Return the newest step, its age and the tokens up to it. now: Unix time."""
+        last = self.rows[-1]
+        position = f"step {self.step:,}"
+        position += f" of {self.total_steps:,}" if self.total_steps else ""
+        age = format_clock(max(0.0, now - last["time"]))
+        return f"{position} ({age} ago), {last['n_tokens_seen']:,} tokens"
+
+    def loss_line(self) -> str:
+        """Return loss, gradient norm and learning rate of the newest step."""
+        last = self.rows[-1]
+        return (
+            f"loss {float(last['loss']):.4f}, grad_norm {float(last['grad_norm']):.4f}, "
+            f"lr {last['lr']:.3g}"
+        )
+
+    def rate_lines(self) -> list[str]:
+        """Return the newest measured speeds, and the remaining time."""
+        logged = next((row for row in reversed(self.rows) if "tps" in row), {})
+        speeds = [
+            f"{logged[key]:,.{digits}f} {unit}"
+            for key, digits, unit in SPEEDS
+            if logged.get(key) is not None
+        ]
+        lines = [", ".join(speeds)] if speeds else []
+        left = self.seconds_left()
+        if left is not None:
+            lines.append(
+                f"{self.seconds_per_step:.3g} s per step: {format_clock(left)} left, "
+                "without checkpoints and validation"
+            )
+        return lines
+
+
+def read_progress(run: Path) -> Progress | None:
+    """Read the newest rows of a run; None if no step has finished.
 
     Raises OSError, and ValueError if `run` is not a run directory or a file is damaged.
     """
-    progress = progress_lines(run, now)
-    free = free_space(run)
-    size = newest_checkpoint(run)
-    disk = f"disk: {free.num_bytes / GIB:,.1f} GiB free"
-    if size is not None:
-        disk += f", room for {checkpoints_left(free, size):,} checkpoints"
-    return [*progress, *end_lines(run), disk, *heartbeat_lines(run, now)]
-
-
-def progress_lines(run: Path, now: float) -> list[str]:
-    """Return step, loss, speed, and remaining time from the median of the newest steps."""
     total = total_steps(read_run_config(run))
     rows = newest_metrics(run)
-    if not rows:
-        return ["no step has finished yet"]
-    last = rows[-1]
-    position = f"step {last['step']:,} of {total:,}" if total else f"step {last['step']:,}"
-    age = format_clock(max(0.0, now - last["time"]))
-    lines = [
-        f"{position} ({age} ago), {last['n_tokens_seen']:,} tokens",
-        f"loss {float(last['loss']):.4f}, grad_norm {float(last['grad_norm']):.4f}, "
-        f"lr {last['lr']:.3g}",
-    ]
-    logged = next((row for row in reversed(rows) if "tps" in row), {})
-    speeds = [
-        f"{logged[key]:,.{digits}f} {unit}"
-        for key, digits, unit in SPEEDS
-        if logged.get(key) is not None
-    ]
-    if speeds:
-        lines.append(", ".join(speeds))
     seconds = sorted(step_seconds(rows))
-    if seconds and total and last["step"] < total:
-        median = seconds[len(seconds) // 2]
-        left = format_clock((total - last["step"]) * median)
-        lines.append(f"{median:.3g} s per step: {left} left, without checkpoints and validation")
-    return lines
+    median = seconds[len(seconds) // 2] if seconds else None
+    return Progress(rows, total, median) if rows else None
+
+
+def status_lines(run: Path, now: float) -> list[str]:
+    """Return the plain lines of `titan run watch`. now: Unix time.
+
+    Raises OSError, and ValueError if `run` is not a run directory or a file is damaged.
+    """
+    progress = read_progress(run)
+    lines = [NO_STEP]
+    if progress is not None:
+        lines = [progress.position_line(now), progress.loss_line(), *progress.rate_lines()]
+    return [*lines, *end_lines(run), disk_line(run), *heartbeat_lines(run, now)]
+
+
+def disk_line(run: Path) -> str:
+    """Return the free space, and how many checkpoints fit. Raises OSError."""
+    free = free_space(run)
+    size = newest_checkpoint(run)
+    line = f"disk: {free.num_bytes / GIB:,.1f} GiB free"
+    if size is not None:
+        line += f", room for {checkpoints_left(free, size):,} checkpoints"
+    return line
 
 
 def total_steps(config: dict[str, Any]) -> int | None:
@@ -77,12 +126,23 @@ def total_steps(config: dict[str, Any]) -> int | None:
     return steps if isinstance(steps, int) else None
 
 
+def has_ended(run: Path) -> bool:
+    """Return True if the run has recorded its end, and no new attempt has started since."""
+    try:
+        read_exit(run)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def end_lines(run: Path) -> list[str]:
     """Return a line with the reason why the run ended; no line for a live run."""
     try:
         end = read_exit(run)
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return []
+    except (OSError, ValueError) as error:
+        return [str(error)]
     return [f"ended at step {end.step}: {end.reason} (code {end.code})"]
 
 

@@ -5,12 +5,13 @@ A line that cannot be used is skipped and reported; all others are kept.
 
 from __future__ import annotations
 
+import io
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from torchtitan_like.util.jsonl import decode
 
 MAX_LINE = 2**24  # bytes; a longer line is damage
+BLOCK = 2**20  # bytes that are parsed at once
+MAX_STEP = 2**53
 MAX_LISTED = 5  # line numbers in a problem
 
 Row = dict[str, Any]
@@ -46,11 +49,25 @@ class SkippedLines:
         ]
 
 
-class Columns:
-    """Rows as columns of numbers, so that a file of several gigabytes fits into memory.
+class Table(Protocol):
+    """Rows as columns of numbers. A missing or non-numeric value is NaN.
 
-    A missing or non-numeric value is NaN. Nested objects have dotted names: `sources.web.loss`.
+    Nested objects have dotted names: `sources.web.loss`.
     """
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+
+    def names(self) -> list[str]:
+        """Return the names of all columns, in the order of their first value."""
+
+    def get(self, name: str) -> Floats:
+        """Return a column, float64 (rows,)."""
+
+
+class Columns:
+    """A `Table` in memory. A file of several gigabytes fits into memory as columns."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -61,9 +78,21 @@ class Columns:
         self._append(row, "")
         self.num_rows += 1
 
+    def extend(self, columns: Mapping[str, Floats], num_rows: int) -> None:
+        """Add rows as columns, float64 (num_rows,) each. Columns without a value are ignored."""
+        for name, values in columns.items():
+            if not np.isnan(values).all():
+                column = self._padded(name)
+                column.frombytes(values.tobytes())
+        self.num_rows += num_rows
+
     def names(self) -> list[str]:
         """Return the names of all columns, in the order of their first value."""
         return list(self._arrays)
+
+    def stored(self) -> Mapping[str, array[float]]:
+        """Return the columns without the missing values at their ends."""
+        return self._arrays
 
     def get(self, name: str) -> Floats:
         """Return a column, float64 (rows,)."""
@@ -77,9 +106,12 @@ class Columns:
             if isinstance(value, dict):
                 self._append(value, f"{prefix}{key}.")
             elif isinstance(value, (int, float)):
-                column = self._arrays.setdefault(prefix + key, array("d"))
-                column.extend([math.nan] * (self.num_rows - len(column)))
-                column.append(_as_float(value))
+                self._padded(prefix + key).append(_as_float(value))
+
+    def _padded(self, name: str) -> array[float]:
+        column = self._arrays.setdefault(name, array("d"))
+        column.extend([math.nan] * (self.num_rows - len(column)))
+        return column
 
 
 def _as_float(value: float) -> float:
@@ -91,9 +123,107 @@ def _as_float(value: float) -> float:
 
 def read_columns(file: Path) -> tuple[Columns, list[str]]:
     """Return the rows of a file with a `step` as columns, and the problems. No file: no rows."""
-    columns = Columns()
-    problems = _read(file, columns.append, _step_problem)
-    return columns, problems
+    reader = RowReader(file.name)
+    try:
+        with file.open("rb") as stream:
+            for block in blocks(stream):
+                reader.read(block)
+    except FileNotFoundError:
+        return reader.columns, []
+    except OSError as error:
+        problem = f"{file.name}: cannot be read: {error.strerror}"
+        return reader.columns, [*reader.skipped.problems(), problem]
+    return reader.columns, reader.skipped.problems()
+
+
+class RowReader:
+    """Reads consecutive blocks of lines of one file into columns. Each row has a `step`.
+
+    A large block of lines with the same keys is parsed at once, by pyarrow. Any other block is
+    parsed line by line. The results are equal.
+    """
+
+    def __init__(self, name: str, skipped: SkippedLines | None = None) -> None:
+        self.columns = Columns()
+        self.skipped = SkippedLines(name) if skipped is None else skipped
+        self._kinds: Kinds = {}
+        self._is_regular = True  # all values so far are numbers, texts or objects of these
+
+    def read(self, block: bytes) -> None:
+        """Read lines. The last one is incomplete, or damage, if it has no newline."""
+        if not self._read_at_once(block):
+            _read_lines(io.BytesIO(block), self.skipped, self._append, _step_problem)
+
+    def _append(self, row: Row) -> None:
+        self.columns.append(row)
+        self._is_regular = self._is_regular and _learn_kinds(self._kinds, row)
+
+    def _read_at_once(self, block: bytes) -> bool:
+        """Read the lines if all of them are rows with known keys; else return False."""
+        if len(block) < BLOCK or not self._kinds or not self._is_regular or block[-1:] != b"\n":
+            return False
+        columns = _parse(block, self._kinds)
+        if columns is None:
+            return False
+        num_rows = len(columns["step"])
+        self.columns.extend(columns, num_rows)
+        self.skipped.num_lines += num_rows
+        return True
+
+
+Kinds = dict[str, Any]  # key -> float, str, or the kinds of an object
+
+
+def _learn_kinds(kinds: Kinds, row: Row) -> bool:
+    """Add the keys of a row. Return False for a value that is no number, text or object."""
+    is_regular = True
+    for key, value in row.items():
+        if isinstance(value, dict):
+            inner = kinds.setdefault(key, {})
+            is_regular = is_regular and isinstance(inner, dict) and _learn_kinds(inner, value)
+        elif isinstance(value, (float, str)) or type(value) is int:
+            kinds.setdefault(key, str if isinstance(value, str) else float)
+        else:
+            is_regular = False
+    return is_regular
+
+
+def _parse(block: bytes, kinds: Kinds) -> dict[str, Floats] | None:
+    """Return the columns of a block of lines; None if a line differs from what is expected."""
+    import pyarrow as pa
+    import pyarrow.json as pa_json
+
+    fields = pa.schema([*_fields(pa, {**kinds, "step": None})])
+    try:
+        table = pa_json.read_json(
+            pa.BufferReader(block),
+            read_options=pa_json.ReadOptions(use_threads=False, block_size=len(block) + 1),
+            parse_options=pa_json.ParseOptions(
+                explicit_schema=fields, unexpected_field_behavior="error"
+            ),
+        )
+    except pa.ArrowException:
+        return None
+    while any(pa.types.is_struct(column.type) for column in table.schema):
+        table = table.flatten()
+    step = table.column("step")
+    if table.num_rows != block.count(b"\n") or step.null_count or not table.num_rows:
+        return None
+    columns: dict[str, Floats] = {"step": step.to_numpy()}
+    if columns["step"].min() < 0 or columns["step"].max() >= MAX_STEP:
+        return None
+    for column, name in zip(table.columns, table.column_names, strict=True):
+        if name == "step" or pa.types.is_floating(column.type):
+            columns[name] = column.to_numpy().astype(np.float64, copy=False)
+    return columns
+
+
+def _fields(pa: Any, kinds: Kinds) -> Iterator[Any]:
+    """Yield the fields of a pyarrow schema. None: the kind of a step number."""
+    types = {None: pa.int64(), float: pa.float64(), str: pa.string()}
+    for key, kind in kinds.items():
+        is_object = isinstance(kind, dict)
+        yield pa.field(key, pa.struct([*_fields(pa, kind)]) if is_object else types[kind])
 
 
 def read_objects(file: Path, key: str | None = None) -> tuple[list[Row], list[str]]:
@@ -107,9 +237,31 @@ def read_objects(file: Path, key: str | None = None) -> tuple[list[Row], list[st
     return rows, problems
 
 
+def read_tail(file: Path, max_bytes: int) -> list[Row]:
+    """Return the rows with a `step` in the last bytes of a file, oldest first. No file: no rows.
+
+    Raises OSError.
+    """
+    try:
+        with file.open("rb") as stream:
+            start = max(0, stream.seek(0, io.SEEK_END) - max_bytes)
+            stream.seek(start)
+            content = stream.read(max_bytes)
+    except FileNotFoundError:
+        return []
+    return parse_rows(content.partition(b"\n")[2] if start else content)
+
+
+def parse_rows(content: bytes) -> list[Row]:
+    """Return the rows with a `step` in some lines. Others are left out."""
+    rows: list[Row] = []
+    _read_lines(io.BytesIO(content), SkippedLines(""), rows.append, _step_problem)
+    return rows
+
+
 def _step_problem(row: Row) -> str | None:
     step = row.get("step")
-    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 2**53
+    is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP
     return None if is_step else "no step number"
 
 
@@ -118,24 +270,8 @@ def _read(
 ) -> list[str]:
     skipped = SkippedLines(file.name)
     try:
-        for line in _lines(file):
-            skipped.num_lines += 1
-            if not line.endswith(b"\n"):
-                reason = "incomplete" if len(line) < MAX_LINE else "too long"
-                skipped.add(reason)
-                continue
-            if not line.strip():
-                continue
-            try:
-                row = decode(line)
-            except (TypeError, ValueError):
-                skipped.add("not a JSON object")
-                continue
-            problem = find_problem(row)
-            if problem is not None:
-                skipped.add(problem)
-                continue
-            keep(row)
+        with file.open("rb") as stream:
+            _read_lines(stream, skipped, keep, find_problem)
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -143,10 +279,48 @@ def _read(
     return skipped.problems()
 
 
-def _lines(file: Path) -> Iterator[bytes]:
-    """Yield the lines of a file; at most `MAX_LINE` bytes of each, without a newline if cut."""
-    with file.open("rb") as stream:
-        while line := stream.readline(MAX_LINE):
-            yield line
-            while not line.endswith(b"\n") and line:
-                line = stream.readline(MAX_LINE)
+def _read_lines(
+    stream: BinaryIO,
+    skipped: SkippedLines,
+    keep: Callable[[Row], None],
+    find_problem: Callable[[Row], str | None],
+) -> None:
+    for line in _lines(stream):
+        skipped.num_lines += 1
+        if not line.endswith(b"\n"):
+            skipped.add("incomplete" if len(line) < MAX_LINE else "too long")
+            continue
+        if not line.strip():
+            continue
+        try:
+            row = decode(line)
+        except (TypeError, ValueError):
+            skipped.add("not a JSON object")
+            continue
+        problem = find_problem(row)
+        if problem is not None:
+            skipped.add(problem)
+            continue
+        keep(row)
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines; at most `MAX_LINE` bytes of each, without a newline if cut."""
+    while line := stream.readline(MAX_LINE):
+        yield line
+        _skip_line(stream, line)
+
+
+def blocks(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines in blocks of about `BLOCK` bytes. A line of `MAX_LINE` bytes is cut."""
+    while block := stream.read(BLOCK):
+        if not block.endswith(b"\n"):
+            block += stream.readline(MAX_LINE)
+            _skip_line(stream, block)
+        yield block
+
+
+def _skip_line(stream: BinaryIO, line: bytes) -> None:
+    """Skip what was cut off a line."""
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(MAX_LINE)

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.util.exit_codes import CRASH, ExitCode
+from torchtitan_like.util.exit_codes import CRASH, WORTH_A_RETRY, ExitCode
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
 from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config, read_exit
 
-# Ends after which the same command may succeed. All others need a person, or nothing.
-WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
 NEEDED = (
     ("job", "dump_folder"),
     ("training", "steps"),

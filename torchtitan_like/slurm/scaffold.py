@@ -6,6 +6,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from torchtitan_like.util.templates import copy_templates, list_templates
+
 TEMPLATES = Path(__file__).with_name("templates")
 # Words of the templates that are replaced by paths. Slurm copies a batch script before it runs,
 # so a script cannot find its own folder.
@@ -13,35 +15,13 @@ FOLDER_OF_SCRIPTS = "/folder/of/these/scripts"
 FOLDER_OF_TITAN = "/folder/of/titan"
 
 
-def template_files() -> list[Path]:
-    """Return the files to copy."""
-    return sorted(
-        path for path in TEMPLATES.iterdir() if path.is_file() and path.name != "__init__.py"
-    )
-
-
 def write_scripts(folder: Path) -> list[Path]:
     """Copy all batch scripts and their helpers into `folder`. Returns the new files.
 
     Raises FileExistsError, before it writes anything, if one of them exists, and OSError.
     """
-    targets = {template: folder / template.name for template in template_files()}
-    existing = sorted(str(target) for target in targets.values() if target.exists())
-    if existing:
-        raise FileExistsError(
-            f"{folder} already contains {', '.join(Path(name).name for name in existing)}. "
-            "Expected a folder without these files. Choose another one, or move them."
-        )
-    folder.mkdir(parents=True, exist_ok=True)
     words = {
         FOLDER_OF_SCRIPTS: shlex.quote(str(folder.absolute())),
         FOLDER_OF_TITAN: shlex.quote(str(Path(sys.executable).parent)),
     }
-    for template, target in targets.items():
-        text = template.read_text(encoding="utf-8")
-        for word, path in words.items():
-            text = text.replace(word, path)
-        target.write_text(text, encoding="utf-8")
-        if text.startswith("#!"):  # a wheel may have lost the mode
-            target.chmod(target.stat().st_mode | 0o111)
-    return list(targets.values())
+    return copy_templates(list_templates(TEMPLATES), folder, words)

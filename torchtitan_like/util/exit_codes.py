@@ -27,3 +27,7 @@ class ExitCode(IntEnum):
     @property
     def reason(self) -> str:
         return self.name.lower()
+
+
+# Ends after which the same command may succeed. All others need a person, or nothing.
+WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,23 @@ def import_named(name: str) -> ModuleType:
         del sys.modules[key]
         raise
     return module
+
+
+def describe_line(error: BaseException) -> str:
+    """Return `, at line <n> of <file>` for the line that raised the error, or "" if it is unknown.
+
+    A syntax error names its own line. Lines of this package and of Python's importer do not count.
+    """
+    if isinstance(error, SyntaxError):
+        return ""
+    package = str(Path(__file__).resolve().parents[1])
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith((package, "<frozen"))
+        and not frame.filename.startswith(sys.base_prefix)
+    ]
+    return f", at line {frames[-1].lineno} of {frames[-1].filename}" if frames else ""
 
 
 @contextmanager

@@ -62,6 +62,9 @@ STEP = re.compile(r"step-(\d+)")
 MANIFEST = "manifest.json"
 PIN = "PIN"  # users may write a reason into it
 
+# Name of the time in which a step waits for its batch, in profiler traces.
+DATA_WAIT = "data wait"
+
 # In the folder of an attempt.
 ENVIRONMENT = "environment"
 LOGS = "logs"
@@ -262,11 +265,17 @@ def read_errors(attempt: Path) -> list[dict[str, Any]]:
 
 
 def read_first_error(attempt: Path) -> dict[str, Any] | None:
-    """Read the earliest error record of an attempt; None without errors. Reads only one file."""
+    """Read the earliest error record of an attempt; None without errors. Reads only one file.
+
+    Raises ValueError if it is malformed.
+    """
+    path = attempt / ERRORS / FIRST_ERROR
     try:
-        record: dict[str, Any] = read_json(attempt / ERRORS / FIRST_ERROR)
+        record = read_json(path)
     except OSError:
         return None
+    if not isinstance(record, dict):
+        raise ValueError(f"{path} is malformed. Expected a JSON object: remove it.")
     return record
 
 

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 from tests.harness.outputs import closed_pipe, full_disk
+from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
@@ -97,6 +98,8 @@ TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
     "run report",
+    "run plot",
+    "run trace",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
@@ -108,6 +111,8 @@ TESTED_ELSEWHERE = (
     "slurm watchdog",
     "slurm before",
     "slurm after",  # tests/unit/slurm/test_commands.py
+    "k8s init",
+    "k8s pod",  # tests/unit/kubernetes
 )
 
 
@@ -148,6 +153,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
+    *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
 )
 FULL_DISK = (
@@ -324,6 +330,11 @@ def test_plan(tmp_path: Path) -> None:
     assert "= reserved by the allocator" in output and output.rstrip().endswith(": fits")
 
 
+def test_draw(tmp_path: Path, example: Example) -> None:
+    assert "Wrote mesh.svg" in example("draw", tmp_path)
+    assert "8 ranks = dp_shard 4 x tp 2" in (tmp_path / "mesh.svg").read_text()
+
+
 # ---- titan completion
 
 
@@ -412,3 +423,32 @@ def check_download(words: list[str], tmp_path: Path) -> None:
     expected = {name: HUB_FILES[name] for name in ("config.json", "tokenizer.json")}
     assert downloaded == expected
     assert output.splitlines()[-1] == "Use it with: --model.hf_assets_path assets/hf/Llama-3.1-8B"
+
+
+# ---- titan lighthouse
+
+
+def test_lighthouse(folder: Path) -> None:
+    pytest.importorskip("torchft", reason="needs the extra ft")
+    words = shlex.split(example_of("lighthouse").replace(":29510", ":0"))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_like", *words[1:]],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line.startswith("Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE=http://127.0.0.1:")
+    assert set(listening_addresses([process.pid])) == {"127.0.0.1"}
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0
+
+
+def test_lighthouse_without_torchft_names_the_extra(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert cli.main(["lighthouse"]) == 78
+    assert "pip install 'torchtitan_like[ft]'" in capsys.readouterr().err

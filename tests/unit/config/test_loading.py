@@ -247,6 +247,8 @@ def _values(setting: Setting) -> st.SearchStrategy[Any]:
         return st.dictionaries(
             text, st.one_of(scalar, st.lists(scalar, max_size=3)), min_size=1, max_size=3
         )
+    if setting.name_of is not None and not setting.choices:  # only user code has names
+        return st.none() if setting.optional else st.just([])
     if setting.choices:
         choice = st.sampled_from(setting.choices)
         values: st.SearchStrategy[Any] = (

@@ -46,6 +46,8 @@ OFF = {
 }
 # These settings enable a feature that itself needs another enabled feature.
 DEPENDENT_SWITCHES = ("checkpoint.create_seed_checkpoint",)
+# Only user code can disable what needs this setting; tests/unit/extensions covers it.
+SWITCHES_OF_USER_CODE = ("lr_scheduler.name",)
 WORDS = ("nonsense", "s3://bucket/x", "3")
 
 
@@ -77,6 +79,8 @@ def settings_by_need() -> dict[str, tuple[Need, list[Setting]]]:
     for setting in all_settings():
         if "<name>" not in setting.path and setting.key not in DEPENDENT_SWITCHES:
             for need in setting.needs:
+                if need.key in SWITCHES_OF_USER_CODE:
+                    continue
                 groups.setdefault(f"{need.key}: {need}", (need, []))[1].append(setting)
     return groups
 

@@ -85,6 +85,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
         seed: int = 7,
         with_positions: bool = False,
         data: dict[str, Any] | None = None,
+        replica_group: tuple[int, int] = (0, 1),
         **source: Any,
     ) -> TrainBatches:
         return build_train_batches(
@@ -97,6 +98,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
             dp_size=dp[1],
             num_accumulation=num_accumulation,
             with_positions=with_positions,
+            replica_group=replica_group,
         )
 
     return build_batches

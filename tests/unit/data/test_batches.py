@@ -410,3 +410,35 @@ def test_ranks_with_the_same_corpus_exchange_few_bytes(build: Build, corpus_file
 
     build(corpus_file).check_ranks(gather, {})
     assert [len(message) for message in sent] == [32]
+
+
+@pytest.mark.parametrize(("dp_size", "accumulation", "local"), [(1, 1, 4), (1, 2, 2), (2, 2, 1)])
+def test_a_replica_group_reads_its_part_of_each_step_on_any_layout(
+    build: Build, corpus_file: Path, dp_size: int, accumulation: int, local: int
+) -> None:
+    plain = build(corpus_file, local_batch_size=8)
+    groups = [
+        [
+            build(corpus_file, dp=(rank, dp_size), local_batch_size=local,
+                  num_accumulation=accumulation, replica_group=(group, 2))
+            for rank in range(dp_size)
+        ]
+        for group in range(2)
+    ]  # fmt: skip
+    for _ in range(3):
+        expected = next(plain)
+        parts = expected.tokens.flatten(0, 1).split(4)
+        for ranks, part in zip(groups, parts, strict=True):
+            batches = [next(rank) for rank in ranks]
+            tokens = torch.stack([batch.tokens for batch in batches], dim=1)
+            assert torch.equal(tokens.reshape(part.shape), part)
+            assert {(batch.position, batch.num_samples) for batch in batches} == {
+                (expected.position, 4)
+            }
+
+
+def test_a_replica_group_reads_a_lost_batch_again(build: Build, corpus_file: Path) -> None:
+    batches = build(corpus_file, replica_group=(1, 2))
+    first, second = next(batches), next(batches)
+    batches.seek(first.position)
+    assert torch.equal(next(batches).tokens, second.tokens)

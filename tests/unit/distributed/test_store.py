@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
 import socket
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousParameters
 
 from tests.harness.ports import free_ports, listening_addresses
 from torchtitan_like.distributed.rendezvous import create_dynamic, create_fixed, create_loopback
@@ -80,8 +84,10 @@ def test_ranks_of_one_machine_use_loopback(environ: dict[str, str], interface: s
     assert environ.get("GLOO_SOCKET_IFNAME") == interface
 
 
-def parameters(name: str, endpoint: str, **config: Any) -> RendezvousParameters:
-    return RendezvousParameters(name, endpoint, "run", 1, 1, local_addr="localhost", **config)
+def parameters(name: str, endpoint: str, num_nodes: int = 1, **config: Any) -> RendezvousParameters:
+    return RendezvousParameters(
+        name, endpoint, "run", num_nodes, num_nodes, local_addr="localhost", **config
+    )
 
 
 def test_one_machine_uses_loopback_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,3 +126,54 @@ def test_several_machines_share_a_store_at_the_given_address(
 def test_an_endpoint_without_a_port_is_refused() -> None:
     with pytest.raises(ValueError, match="The rendezvous endpoint is 'node-1', expected HOST:PORT"):
         create_fixed(parameters("several", "node-1", rank=0))
+
+
+class Launchers:
+    """Two launchers with fixed ranks, each in a thread."""
+
+    def __init__(self) -> None:
+        self.endpoint = f"127.0.0.1:{free_ports(1)[0]}"
+        self.threads = ThreadPoolExecutor()
+
+    def start(self, rank: int) -> Future[RendezvousInfo]:
+        handler = create_fixed(parameters("several", self.endpoint, 2, rank=rank, timeout=30))
+        return self.threads.submit(handler.next_rendezvous)
+
+
+class WaitsForWarning(logging.Handler):
+    """Sets an event when the warning of an earlier start is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_logged = Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "is of an earlier start, which has lost machine 1" in record.getMessage():
+            self.is_logged.set()
+
+
+def test_a_replaced_machine_does_not_join_the_start_that_lost_it() -> None:
+    launchers, warning = Launchers(), WaitsForWarning()
+    logging.getLogger().addHandler(warning)
+    try:
+        lost = launchers.start(1)
+        first = launchers.start(0)
+        lost.result(30).store.set("of the first start", "")
+        replacement = launchers.start(1)
+        assert warning.is_logged.wait(30) and not replacement.done()
+        first.result(30)
+        del first, lost  # launcher 0 ends, and its store with it
+        gc.collect()
+        second = launchers.start(0)
+        infos = [second.result(30), replacement.result(30)]
+        assert [(info.rank, info.world_size) for info in infos] == [(0, 2), (1, 2)]
+        assert not infos[1].store.check(["of the first start"])
+    finally:
+        logging.getLogger().removeHandler(warning)
+
+
+def test_machines_that_do_not_arrive_are_named() -> None:
+    [port] = free_ports(1)
+    params = parameters("several", f"127.0.0.1:{port}", 3, rank=0, timeout=1)
+    with pytest.raises(TimeoutError, match=r"not met at .* within 1 s.* Missing machines: 1, 2"):
+        create_fixed(params).next_rendezvous()

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
+from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.monitor.memory import HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.row_files import RowFiles
@@ -66,6 +67,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
             HostMemoryMonitor("CPU", 8 * GIB, lambda: 2 * GIB),
             build_sinks(section or MetricsSection(), folder, rank, failures, run_config={}),
             RowFiles(folder, attempt, failures) if rank == 0 else None,
+            Observers(),
             log_freq=log_freq,
             last_step=total_steps,
             wall_clock=lambda: 1.7e9 + clock.now,

@@ -16,6 +16,7 @@ import torch
 
 from torchtitan_like.config.sections_run import Profiling
 from torchtitan_like.monitor.profiler import maybe_profile
+from torchtitan_like.util.run_directory import DATA_WAIT
 
 
 def traces(folder: Path) -> list[str]:
@@ -72,11 +73,38 @@ def test_a_failing_loop_does_not_wait_for_other_ranks(tmp_path: Path) -> None:
         raise ZeroDivisionError
 
 
+def test_a_trace_names_calls_and_shows_their_stack(tmp_path: Path) -> None:
+    section = Profiling(
+        enable_profiling=True,
+        profile_freq=2,
+        profiler_warmup=1,
+        profiler_active=1,
+        with_stack=True,
+    )
+
+    def read() -> int:
+        return len("batch")
+
+    with maybe_profile(section, tmp_path, 0, 0) as profiler:
+        annotated = profiler.annotate(DATA_WAIT, read)
+        for _ in range(2):
+            assert annotated() == 5
+            profiler.step()
+    (file,) = tmp_path.glob("profile_traces/iteration_2/*.json")
+    events = json.loads(file.read_text())["traceEvents"]
+    names = {event["name"] for event in events if event.get("cat") == "python_function"}
+    assert DATA_WAIT in {e["name"] for e in events if e.get("cat") == "user_annotation"}
+    assert any(name.endswith(": read") for name in names)
+    with maybe_profile(Profiling(), tmp_path, 0, 0) as profiler:
+        assert profiler.annotate(DATA_WAIT, read) is read
+
+
 def test_a_disabled_profiler_imports_and_writes_nothing(tmp_path: Path) -> None:
     code = f"""
 import pathlib, sys
 from torchtitan_like.config.sections_run import Profiling
 from torchtitan_like.monitor.profiler import maybe_profile
+from torchtitan_like.util.run_directory import DATA_WAIT
 with maybe_profile(Profiling(), pathlib.Path({str(tmp_path)!r}), 0, 0) as profiler:
     profiler.step()
 assert "torch" not in sys.modules

@@ -18,7 +18,7 @@ SKIP, KEEP = torch.ones(()), torch.zeros(())
 
 def build(named, *, shard_indices=local_positions, seed=0, **settings):
     surroundings = optimizers.Surroundings(
-        (), partial(MatrixOwners, group=None), shard_indices, torch.device("cpu"), seed
+        (), partial(MatrixOwners, group=None), shard_indices, torch.device("cpu"), seed, {}
     )
     return optimizers.build_optimizer(named.items(), Optimizer(**settings), surroundings)
 

@@ -26,7 +26,7 @@ SKIP, KEEP = torch.ones(()), torch.zeros(())
 
 def build(named, **settings):
     surroundings = optimizers.Surroundings(
-        SHARDING, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0
+        SHARDING, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0, {}
     )
     section = Optimizer(**{"name": "Muon", "lr": 0.02, **settings})
     return optimizers.build_optimizer(named.items(), section, surroundings)

@@ -20,7 +20,7 @@ def section(**changes):
 
 def build_optimizer(named, section, sharding=()):
     surroundings = Surroundings(
-        sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0
+        sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0, {}
     )
     return optimizers.build_optimizer(named, section, surroundings)
 

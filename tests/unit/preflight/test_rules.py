@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.unit.preflight.test_replica_groups import TESTED_WITH_GROUPS
 from torchtitan_like import preflight
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
@@ -499,6 +500,8 @@ def test_every_preflight_rule_has_a_case() -> None:
     tested |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
     tested |= {
         "bfloat16-reduction",
+        "registered-early-step",
+        "registered-loss-compiled",
         "experts-on-old-torch",
         "experts-of-tensor-parallel-ranks-on-old-torch",
         "few-micro-batches",
@@ -506,6 +509,7 @@ def test_every_preflight_rule_has_a_case() -> None:
         "old-zero-bubble",
         "reshard-of-replicated-weights",
         "tp-across-nodes",
+        *TESTED_WITH_GROUPS,  # in test_replica_groups.py
     }
     assert [rule.name for rule in RULES if rule.name not in tested] == []
     assert len({rule.name for rule in RULES}) == len(RULES)

@@ -122,7 +122,7 @@ def _convert(
         assert identity is not None
         state = native_weights(source, identity)
         if FAMILIES[to] == "torch":
-            state = _meta_weights(state, identity)
+            state = meta_weights(state, identity)
 
     def copy(path: Any, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -179,7 +179,7 @@ def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
     return weights.state_dict()
 
 
-def _meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str, Tensor]:
+def meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str, Tensor]:
     """Give native weights the names and the row order of TorchTitan and Meta."""
     spec, args = identity.spec, identity.args
     if spec.meta_names is None:

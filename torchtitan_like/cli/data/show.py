@@ -53,10 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
-    from torchtitan_like.config import load_stored_config
     from torchtitan_like.data.step_samples import read_step, recorded_digest
     from torchtitan_like.data.text.tokenizer import load_tokenizer
-    from torchtitan_like.stored_config import find_assets
+    from torchtitan_like.stored_config import custom_import_in, find_assets, load_trusted
 
     checkpoint = arguments.checkpoint
     manifest = read_manifest(checkpoint)
@@ -65,7 +64,8 @@ def _show(arguments: argparse.Namespace) -> int:
             f"{checkpoint} is not a checkpoint of a run. Expected a step-N with a "
             f"manifest.json that has a data position: {suggest_step(checkpoint)}"
         )
-    config = load_stored_config(checkpoint / CONFIG, arguments.settings)
+    module = custom_import_in(arguments.settings)
+    config = load_trusted(checkpoint / CONFIG, module, arguments.settings)
     tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
     content = read_step(
         config.training,
@@ -74,6 +74,7 @@ def _show(arguments: argparse.Namespace) -> int:
         manifest,
         tokenizer,
         arguments.step,
+        config.extra_sections,
     )
     recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     code = 0 if recorded in (None, content.digest) else DIFFERENT

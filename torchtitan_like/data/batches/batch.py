@@ -25,7 +25,7 @@ class Batch:
     digest: this rank's term of the step's digest, which is the sum over all ranks modulo 2**64.
     first_samples: position in the stream of each micro-batch's first sample.
     position: position of the stream after the step.
-    num_samples: number of samples of the step over all ranks, without padding.
+    num_samples: number of samples of the step over all ranks of the replica group, without padding.
     positions: int64, index of each token in its document, in the shape of tokens; None if not
         requested.
     """

@@ -128,6 +128,7 @@ class TrainBatches:
     is lost, and ``position`` of its batch is the end of the stream.
 
     sharing: (dp_rank, dp_size). Each rank's part of a step is a multiple of ``local_batch_size``.
+    replica_group: (index, number of groups). Each group reads one part of each step.
     dataloader: number of worker processes, and prefetching.
     allow_change: name patterns of fingerprint entries that may differ from a checkpoint's.
     """
@@ -144,6 +145,7 @@ class TrainBatches:
         with_positions: bool,
         dataloader: DataLoader,
         allow_change: Sequence[str] = (),
+        replica_group: tuple[int, int] = (0, 1),
     ) -> None:
         self.fingerprint = dict(fingerprint)
         self.order = order
@@ -162,6 +164,7 @@ class TrainBatches:
         }
         self._batches = PlannedBatches(samples, local_batch_size, with_positions=with_positions)
         self._sharing = sharing
+        self._replica_group = replica_group
         self._local_batch_size = local_batch_size
 
     @property
@@ -206,6 +209,7 @@ class TrainBatches:
         """Yield this rank's plan for each step from the current position on."""
         position, end = self.position, self.order.end
         dp_rank, dp_size = self._sharing
+        group, num_groups = self._replica_group
         while True:
             positions = self.steps.positions_from(position)
             if end is not None and positions[0] >= end:
@@ -213,9 +217,10 @@ class TrainBatches:
             position = int(positions[-1]) + 1
             position = position if end is None else min(position, end)
             samples = self._samples_at(positions)
-            num_samples = int(np.count_nonzero(samples != NO_SAMPLE))
-            rows = np.arange(len(positions)).reshape(-1, dp_size, self._local_batch_size)
-            local_rows = rows[:, dp_rank].ravel()
+            # The part of a group must not depend on its layout, which may change in a restart.
+            rows = np.arange(len(positions)).reshape(num_groups, -1)[group]
+            num_samples = int(np.count_nonzero(samples[rows] != NO_SAMPLE))
+            local_rows = rows.reshape(-1, dp_size, self._local_batch_size)[:, dp_rank].ravel()
             yield Plan(samples[local_rows], positions[local_rows], position, num_samples)
 
     def state_dict(self, position: int | None = None) -> dict[str, Any]:
@@ -313,6 +318,10 @@ class TrainBatches:
                     f"{other.get(key)!r} on rank {rank}. Expected equal files: copy them to every "
                     "node"
                 )
+
+    def seek(self, position: int) -> None:
+        """Continue with the step that starts at ``position``. Not for streamed sources."""
+        self._go_to(position)
 
     def skip(self, num_steps: int) -> None:
         """Advance by ``num_steps`` steps without reading them."""

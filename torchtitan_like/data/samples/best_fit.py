@@ -83,7 +83,7 @@ class BestFitSamples(PackedSamples):
         self._plan = cached_plan(file, seq_len, cache_folder=cache_folder, dump_folder=dump_folder)
         self.num_samples = self._plan.num_samples
 
-    def read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    def _read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
         rows = np.zeros((len(samples), self.seq_len + 1), self.file.tokens.dtype)
         row, column, start, length = self._pieces(samples)
         for piece in zip(
@@ -93,7 +93,7 @@ class BestFitSamples(PackedSamples):
             self.file.tokens.fill(rows[row_index, offset : offset + size], first)
         return rows, _sums(row, length, len(samples))
 
-    def ignored_labels(self, samples: NDArray[np.int64]) -> Indices2d:
+    def _ignored_starts(self, samples: NDArray[np.int64]) -> Indices2d:
         """Return rows and columns of the labels of ``samples`` (rows,) that start a document."""
         row, column, _, _ = self._pieces(samples)
         is_label = column > 0

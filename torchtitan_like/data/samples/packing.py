@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.tokens.token_file import TokenFile
+from torchtitan_like.data.tokens.token_file import NOT_TRAINED, TokenFile
 
 PACKING = "concat-and-split, version 1"
 NO_SAMPLE = -1  # the sample index of a row that is only padding
@@ -73,6 +73,11 @@ class PackedSamples:
         The tokens are (rows, seq_len + 1) in the file's dtype, padded with zeros. A row of
         ``NO_SAMPLE`` is only padding.
         """
+        rows, lengths = self._read(samples)
+        return rows & ~NOT_TRAINED if self.file.has_masks else rows, lengths
+
+    def _read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """Read tokens as `read` does, with the marks of masked tokens."""
         lengths = np.full(samples.shape, self.seq_len + 1, np.int64)
         full = (samples >= 0) & (samples < self._num_full)
         if full.all():
@@ -89,8 +94,20 @@ class PackedSamples:
     def ignored_labels(self, samples: NDArray[np.int64]) -> Indices2d:
         """Return rows and columns of the labels of ``samples`` (rows,) that are ignored.
 
-        These are the first tokens of documents if `mask_document_starts` is set, else none.
+        These are the first tokens of documents if `mask_document_starts` is set, and the tokens
+        that a sample processor has masked. No position is returned twice.
         """
+        row, column = self._ignored_starts(samples)
+        if not self.file.has_masks:
+            return row, column
+        rows, _ = self._read(samples)
+        is_ignored = rows[:, 1:] & NOT_TRAINED != 0
+        is_ignored[row, column] = True
+        masked_row, masked_column = np.nonzero(is_ignored)
+        return masked_row, masked_column
+
+    def _ignored_starts(self, samples: NDArray[np.int64]) -> Indices2d:
+        """Return rows and columns of the labels that start a document and are ignored."""
         if not self.mask_document_starts:
             return _NONE, _NONE
         first_label = np.maximum(samples, 0) * self.seq_len + 1

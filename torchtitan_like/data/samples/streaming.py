@@ -5,6 +5,8 @@ permuted in each epoch. Consecutive blocks with about `WINDOW_BYTES` of text for
 window is a token file, as for a small corpus: its documents are permuted, packed into
 samples, and the samples are permuted. The last sample of a window may be padded.
 
+Documents of a registered iterable are read in order: its blocks are not permuted.
+
 For text on the Hub, files are permuted instead of blocks. A file is downloaded when the first
 window with its text is made.
 
@@ -95,7 +97,7 @@ class StreamedSamples(JoinedSamples):
         self.num_labels = UNKNOWN_SIZE * seq_len
         self.parts = ()
         self.seq_len = seq_len
-        self.dtype = token_type(policy.tokenizer.vocab_size)
+        self.dtype = token_type(policy.tokenizer.vocab_size, has_masks=corpus.processor is not None)
         is_best_fit = data.packing == "best_fit"
         self.packing = best_fit.BestFitSamples.packing if is_best_fit else packing.PACKING
         self.mask_document_starts = data.mask_document_starts or is_best_fit
@@ -118,11 +120,16 @@ class StreamedSamples(JoinedSamples):
         if seed is not None:
             self._seeds = [seed_of(unit, seed) for unit in ("blocks", "documents", "samples")]
         by_file = " by file" if corpus.listing is not None else ""
+        self._is_sequential = corpus.documents is not None and corpus.documents.is_sequential
+        if self._is_sequential:
+            by_file = " in order"
         order = (
             f"windows of {self._blocks_per_window} of {len(self._blocks)} blocks{by_file}, "
             f"version {WINDOW_VERSION}.{PERMUTATION_VERSION}"
         )
         self.identity = {"files": self._blocks.identity, "order": order}
+        if corpus.processor is not None:
+            self.identity["processor"] = corpus.processor.identity
         self._key = cache_key(corpus, policy) | {"order": order, "seeds": self._seeds}
         self._digest = xxhash.xxh3_64_hexdigest(json.dumps(self._key, sort_keys=True).encode())
         self._makes_windows_ahead = makes_windows_ahead
@@ -275,6 +282,8 @@ class StreamedSamples(JoinedSamples):
     def _shuffled_blocks(
         self, positions: NDArray[np.int64], seed: int, epoch: int
     ) -> NDArray[np.int64]:
+        if self._is_sequential:
+            return positions
         if self.corpus.listing is None:
             return shuffled(positions, len(self._blocks), seed, epoch)
         ends = np.array(self._blocks.ends)

@@ -10,6 +10,8 @@ Formats (text is UTF-8):
   be compressed with gzip.
 - *parquet* and *arrow* (also a Hugging Face dataset saved to disk): a row is a document, and one
   column has the text.
+- the name of a registered data source: its documents are text, or records with the text in one
+  field.
 
 A record without valid text is a bad record, and so is the part of a gzip file after a damaged byte.
 It raises DataError with file and line (or row), or is skipped (`data.on_bad_record`). A file of
@@ -22,11 +24,11 @@ import glob
 import json
 import os
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,6 +37,8 @@ import xxhash
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import (
     BadRecord,
+    BadResult,
+    Document,
     Span,
     Table,
     estimated_text_bytes,
@@ -46,8 +50,8 @@ from torchtitan_like.data.text.formats import (
     read_text,
 )
 from torchtitan_like.data.text.hub import PREFIX, Listing, list_files, local_path
+from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor
 
-Format = Literal["text", "jsonl", "parquet", "arrow"]
 OnBadRecord = Literal["error", "skip"]
 
 ENDINGS: dict[str, tuple[str, ...]] = {
@@ -70,6 +74,10 @@ PIECES_VERSION = 2
 BLOCK_BYTES = 2 * 2**20
 # A table that is not downloaded yet is divided into parts of this many bytes, not into row groups.
 TABLE_BYTES = 16 * 2**20
+# Documents of a registered data source in a piece and in a block, and the estimate of their size.
+PIECE_DOCUMENTS = 2048
+BLOCK_DOCUMENTS = 512
+DOCUMENT_BYTES = 4096
 _NUM_THREADS = 16  # that read the metadata of files
 _DATASET_MARKS = ("dataset_info.json", "state.json")
 
@@ -80,20 +88,36 @@ class Corpus:
 
     folder: the deepest folder that contains all files. files: absolute paths, as strings: a source
     may have millions, and a `Path` is ten times as slow.
+    format: a key of `ENDINGS`, or the name of a registered data source.
     listing: the files on the Hub, which are downloaded when they are read (`Blocks`).
+    documents: of a registered data source; `files` then has one name, which is no file.
+    processor: turns records into documents; None: `text_field` of a record is its text.
     """
 
     folder: Path
     files: tuple[str, ...]
-    format: Format
+    format: str
     text_field: str
     on_bad_record: OnBadRecord = "error"
     listing: Listing | None = None
+    documents: UserDocuments | None = None
+    processor: UserProcessor | None = None
+
+    @property
+    def runs_user_code(self) -> bool:
+        return self.documents is not None or self.processor is not None
 
     def __str__(self) -> str:
+        if self.documents is not None:
+            return str(self.documents)
         if len(self.files) == 1:
             return self.files[0]
         return f"the {len(self.files)} files of {self.folder}"
+
+    @property
+    def table_column(self) -> str | None:
+        """The column of a table to read; None: all, for a sample processor."""
+        return self.text_field if self.processor is None else None
 
     def relative_names(self) -> Iterator[str]:
         """Return the path of each file relative to ``folder``."""
@@ -101,7 +125,12 @@ class Corpus:
         return (file[start:] for file in self.files)
 
     def size_and_time(self, file: str) -> tuple[int, int]:
-        """Return size in bytes and modification time in nanoseconds (0 for a file of the Hub)."""
+        """Return size in bytes and modification time in nanoseconds (0 for a file of the Hub).
+
+        The size of a registered data source is its number of documents.
+        """
+        if self.documents is not None:
+            return len(self.documents), 0
         if self.listing is not None:
             return self.listing.sizes[Path(file)], 0
         status = os.stat(file)
@@ -132,9 +161,28 @@ def find_corpus(
     else:
         files = list(map(str, listing.sizes))
     folder = Path(os.path.commonpath({os.path.dirname(file) for file in files}))
-    # The schema has checked that format_name is a Format or "auto".
-    name: Any = _format_of(files) if format_name == "auto" else format_name
+    name = _format_of(files) if format_name == "auto" else format_name
     return Corpus(folder, tuple(files), name, text_field, on_bad_record, listing)
+
+
+def user_corpus(
+    name: str,
+    path: str,
+    text_field: str,
+    on_bad_record: OnBadRecord,
+    settings: Mapping[str, Any],
+    dump_folder: str,
+) -> Corpus:
+    """Return the documents of the registered data source `name`.
+
+    Its token cache is next to `path`, if that exists, else in the run's folder.
+    """
+    location = Path(path)
+    folder = location if location.is_dir() else location.parent
+    folder = (folder if location.exists() else Path(dump_folder)).absolute()
+    documents = UserDocuments(name, path, settings)
+    files = (str(folder / name),)
+    return Corpus(folder, files, name, text_field, on_bad_record, documents=documents)
 
 
 def _files_at(path_text: str, format_name: str) -> list[str]:
@@ -255,6 +303,8 @@ class Blocks:
         sizes = (corpus.size_and_time(file)[0] for file in corpus.files)
         names: list[object] = list(zip(corpus.relative_names(), sizes, strict=True))
         key = names if corpus.listing is None else [*names, corpus.listing.revision]
+        if corpus.documents is not None:
+            key = [*names, corpus.documents.fingerprint]
         digest = xxhash.xxh3_64_hexdigest(json.dumps(key).encode())
         self.identity = f"{len(names)} files, {digest}"
         if not self.ends[-1]:
@@ -263,6 +313,8 @@ class Blocks:
     def _count(self, file: str) -> tuple[int, int]:
         """Return the number of blocks of a file, and the estimated bytes of its text."""
         corpus, size = self._corpus, self._corpus.size_and_time(file)[0]
+        if corpus.documents is not None:
+            return -(-size // BLOCK_DOCUMENTS), size * DOCUMENT_BYTES
         if corpus.format == "jsonl":
             has_gzip = (
                 is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
@@ -274,7 +326,7 @@ class Blocks:
             return min(size, 1), size
         if corpus.listing is not None:
             return -(-size // TABLE_BYTES), 2 * size
-        with Table(file, corpus.format, corpus.text_field) as table:
+        with Table(file, corpus.format, corpus.table_column) as table:
             sizes = table.sizes()
         return len(sizes), sum(sizes)
 
@@ -282,7 +334,7 @@ class Blocks:
         """Return the bytes of a file, or the number of chunks of a table."""
         if self._corpus.format in ("text", "jsonl"):
             return os.stat(file).st_size
-        with Table(file, self._corpus.format, self._corpus.text_field) as table:
+        with Table(file, self._corpus.format, self._corpus.table_column) as table:
             return len(table.sizes())
 
     def __len__(self) -> int:
@@ -303,8 +355,16 @@ class Blocks:
             return Span(file, length * part // num_parts, length * (part + 1) // num_parts, 0)
         if self._corpus.format == "jsonl" and is_gzip(file):
             return gzip_span(file, part, num_parts)
+        if self._corpus.documents is not None:
+            return _documents_span(self._corpus.documents, file, part, BLOCK_DOCUMENTS)
         step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
         return Span(file, part * step, (part + 1) * step, 0)
+
+
+def _documents_span(documents: UserDocuments, file: str, index: int, step: int) -> Span:
+    """Return range `index` of `step` documents each."""
+    stop = min((index + 1) * step, len(documents))
+    return Span(file, index * step, stop, (stop - index * step) * DOCUMENT_BYTES)
 
 
 def piece_size(piece: Iterable[Span]) -> int:
@@ -312,7 +372,7 @@ def piece_size(piece: Iterable[Span]) -> int:
     return sum(span.size for span in piece)
 
 
-def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str | BadRecord]:
+def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[Document | BadRecord]:
     """Yield the documents of ``piece`` in order; also bad records, if ``on_bad_record`` is "skip".
 
     Raises DataError, with file and line (or row), for other bad records, and for a file of another
@@ -325,12 +385,42 @@ def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[str | BadRecor
             yield document
 
 
-def _documents(corpus: Corpus, span: Span) -> Iterator[str | BadRecord]:
+def first_document(corpus: Corpus) -> Document | BadRecord | None:
+    """Return the first document of the first file; None if it has none. Raises as `read_piece`."""
+    spans = _spans(corpus, corpus.files[0])
+    return next(read_piece(corpus, islice(spans, 1)), None)
+
+
+def _documents(corpus: Corpus, span: Span) -> Iterator[Document | BadRecord]:
+    if corpus.documents is not None:
+        return _user_texts(corpus, corpus.documents, span)
     if corpus.format == "text":
-        return iter([read_text(span.file)])
+        return iter([read_text(span.file, corpus.processor)])
     if corpus.format == "jsonl":
-        return read_lines(span, corpus.text_field)
-    return read_table(span, corpus.format, corpus.text_field)
+        return read_lines(span, corpus.text_field, corpus.processor)
+    return read_table(span, corpus.format, corpus.text_field, corpus.processor)
+
+
+def _user_texts(
+    corpus: Corpus, documents: UserDocuments, span: Span
+) -> Iterator[Document | BadRecord]:
+    for number, document in enumerate(documents.read(span.start, span.stop), span.start + 1):
+        try:
+            yield _document_of(document, corpus)
+        except BadResult as error:
+            yield BadRecord(str(documents), "row", number, str(error))
+
+
+def _document_of(document: Any, corpus: Corpus) -> Document:
+    """Return the document of a text or record of user code. Raises BadResult."""
+    if corpus.processor is not None:
+        return corpus.processor(document if isinstance(document, Mapping) else {"text": document})
+    is_record = isinstance(document, Mapping)
+    text = document.get(corpus.text_field) if is_record else document
+    if not isinstance(text, str):
+        field = f' in "{corpus.text_field}"' if is_record else ""
+        raise BadResult(f"it has {type(text).__name__}{field}, expected text")
+    return text
 
 
 def _files_below(folder: Path, format_name: str) -> list[str]:
@@ -408,6 +498,10 @@ def _format_of(files: list[str]) -> str:
 
 
 def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
+    if corpus.documents is not None:
+        for index in range(-(-len(corpus.documents) // PIECE_DOCUMENTS)):
+            yield _documents_span(corpus.documents, file, index, PIECE_DOCUMENTS)
+        return
     if corpus.format == "jsonl" and is_gzip(file):
         num_parts = num_gzip_spans(os.stat(file).st_size)
         yield from (gzip_span(file, part, num_parts) for part in range(num_parts))
@@ -419,6 +513,6 @@ def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
             stop = min(start + step, size)
             yield Span(file, start, stop, stop - start)
         return
-    with Table(file, corpus.format, corpus.text_field) as table:
+    with Table(file, corpus.format, corpus.table_column) as table:
         for index, size in enumerate(table.sizes()):
             yield Span(file, index, index + 1, size)

@@ -10,7 +10,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any, Literal
@@ -30,12 +30,22 @@ GZIP_BYTES = 64 * 2**20
 _END_OF_FILE = 2**62  # larger than any file
 
 
+# A document: its text, or its parts, each with True if its tokens are trained on.
+Document = str | list[tuple[str, bool]]
+# Turns a record into a document. Raises BadResult.
+Processor = Callable[[Mapping[str, Any]], Document]
+
+
+class BadResult(Exception):
+    """User code does not return a document."""
+
+
 @dataclass(frozen=True, slots=True)
 class Span:
     """A range of a file.
 
     start, stop: bytes for text and jsonl (decompressed bytes for gzip), row groups for parquet,
-    record batches for arrow. size: estimated bytes of text.
+    record batches for arrow, documents for a registered data source. size: estimated bytes of text.
     """
 
     file: str
@@ -132,11 +142,14 @@ def abbreviate(text: str, limit: int = 400) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def read_text(file: str) -> str | BadRecord:
-    """Read a whole file as one document."""
+def read_text(file: str, process: Processor | None = None) -> Document | BadRecord:
+    """Read a whole file as one document. process: takes the record {"text": text}."""
     try:
         with open_bytes(file) as stream:
-            return decode(stream.read(), 0)
+            text = decode(stream.read(), 0)
+        return text if process is None else process({"text": text})
+    except BadResult as error:
+        return BadRecord(file, "byte", 0, str(error))
     except NotUtf8 as error:
         return BadRecord(file, "byte", error.byte, str(error))
     except GZIP_ERRORS as error:
@@ -170,8 +183,13 @@ def gzip_span(file: str, index: int, num_spans: int) -> Span:
     return Span(file, size * index // num_spans, stop, text_bytes)
 
 
-def read_lines(span: Span, field: str) -> Iterator[str | BadRecord]:
-    """Yield the documents of the lines that start in the byte range of ``span``."""
+def read_lines(
+    span: Span, field: str, process: Processor | None = None
+) -> Iterator[Document | BadRecord]:
+    """Yield the documents of the lines that start in the byte range of ``span``.
+
+    process: takes the objects of lines; None: the text is in ``field``.
+    """
     offset = span.start
     try:
         with open_bytes(span.file) as stream:
@@ -185,8 +203,11 @@ def read_lines(span: Span, field: str) -> Iterator[str | BadRecord]:
             while offset < span.stop and (line := stream.readline()):
                 if line.strip():
                     try:
-                        yield _parse_line(line, offset, field)
-                    except (NotUtf8, _NoText) as error:
+                        if process is None:
+                            yield _parse_line(line, offset, field)
+                        else:
+                            yield process(_parse_object(line, offset, "a JSON object"))
+                    except (NotUtf8, _NoText, BadResult) as error:
                         yield BadRecord(span.file, "byte", offset, str(error))
                 offset += len(line)
     except GZIP_ERRORS as error:
@@ -197,18 +218,26 @@ class _NoText(Exception):
     """A line without the requested text."""
 
 
-def _parse_line(line: bytes, start: int, field: str) -> str:
-    def no_text(problem: str) -> _NoText:
-        return _NoText(f'{problem}; expected a JSON object with text in "{field}"')
-
+def _parse_object(line: bytes, start: int, expected: str) -> dict[str, Any]:
     try:
         document = json.loads(decode(line, start))
     except json.JSONDecodeError as error:
-        raise no_text(f"malformed JSON ({error.msg} at character {error.colno})") from error
+        problem = f"malformed JSON ({error.msg} at character {error.colno})"
+        raise _NoText(f"{problem}; expected {expected}") from error
     except (ValueError, RecursionError) as error:  # huge numbers; very deep nesting
-        raise no_text(f"JSON that cannot be read ({error})") from error
+        raise _NoText(f"JSON that cannot be read ({error}); expected {expected}") from error
     if not isinstance(document, dict):
-        raise no_text(f"it is a JSON {type(document).__name__}")
+        raise _NoText(f"it is a JSON {type(document).__name__}; expected {expected}")
+    return document
+
+
+def _parse_line(line: bytes, start: int, field: str) -> str:
+    expected = f'a JSON object with text in "{field}"'
+
+    def no_text(problem: str) -> _NoText:
+        return _NoText(f"{problem}; expected {expected}")
+
+    document = _parse_object(line, start, expected)
     if field not in document:
         names = ", ".join(map(repr, document)) or "none"
         raise no_text(
@@ -230,8 +259,16 @@ def _parse_line(line: bytes, start: int, field: str) -> str:
 # ---- tables
 
 
-def read_table(span: Span, format_name: str, field: str) -> Iterator[str | BadRecord]:
-    """Yield the documents of row groups or record batches [start, stop) of ``span``."""
+def read_table(
+    span: Span, format_name: str, field: str, process: Processor | None = None
+) -> Iterator[Document | BadRecord]:
+    """Yield the documents of row groups or record batches [start, stop) of ``span``.
+
+    process: takes the rows by column; None: the text is in ``field``.
+    """
+    if process is not None:
+        yield from _processed_rows(span, format_name, process)
+        return
     with Table(span.file, format_name, field) as table:
         for index in range(span.start, span.stop):
             for row, raw in enumerate(table.column(index), start=table.rows_before(index) + 1):
@@ -245,13 +282,26 @@ def read_table(span: Span, format_name: str, field: str) -> Iterator[str | BadRe
                     yield BadRecord(span.file, "row", row, problem)
 
 
+def _processed_rows(
+    span: Span, format_name: str, process: Processor
+) -> Iterator[Document | BadRecord]:
+    with Table(span.file, format_name, None) as table:
+        for index in range(span.start, span.stop):
+            for row, record in enumerate(table.records(index), start=table.rows_before(index) + 1):
+                try:
+                    yield process(record)
+                except BadResult as error:
+                    yield BadRecord(span.file, "row", row, str(error))
+
+
 class Table:
     """A parquet or Arrow file as numbered chunks of rows (row groups or record batches).
 
+    field: the column with the text; None: all columns, for `records`.
     pyarrow is imported in the constructor, so that other formats do not need it.
     """
 
-    def __init__(self, file: str, format_name: str, field: str) -> None:
+    def __init__(self, file: str, format_name: str, field: str | None) -> None:
         import pyarrow
         import pyarrow.parquet
 
@@ -267,7 +317,8 @@ class Table:
             else:
                 self._batches, schema = self._open_arrow(file)
             names = schema.names
-        self._check_column(schema, names)
+        if field is not None:
+            self._check_column(schema, names)
 
     def __enter__(self) -> Table:
         return self
@@ -288,7 +339,10 @@ class Table:
         """Return the bytes of each chunk. For parquet this includes all columns of the file."""
         with self._data_errors("is damaged"):
             if self._parquet is None:
-                return [self._strings(batch).nbytes for batch in self._batches]
+                columns = (
+                    self._batches if self._field is None else map(self._strings, self._batches)
+                )
+                return [column.nbytes for column in columns]
             # pyarrow 26 crashes when asked for the size of one column of a damaged file.
             metadata = self._parquet.metadata
             return [
@@ -314,6 +368,17 @@ class Table:
             return sum(batch.num_rows for batch in self._batches[:index])
         metadata = self._parquet.metadata
         return sum(metadata.row_group(earlier).num_rows for earlier in range(index))
+
+    def records(self, index: int) -> Iterator[dict[str, Any]]:
+        """Yield the rows of one chunk by column."""
+        with self._data_errors("is damaged"):
+            if self._parquet is None:
+                batches: Iterable[Any] = [self._batches[index]]
+            else:
+                batches = self._parquet.iter_batches(batch_size=1024, row_groups=[index])
+            for batch in batches:
+                batch.validate(full=True)
+                yield from batch.to_pylist()
 
     def _strings(self, batch: pyarrow.RecordBatch) -> Any:
         column = batch.column(self._field)

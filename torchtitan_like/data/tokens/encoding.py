@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -20,9 +21,14 @@ from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.documents import Corpus, Piece, read_piece
-from torchtitan_like.data.text.formats import BadRecord, Span
+from torchtitan_like.data.text.formats import BadRecord, Document, Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.tokens.token_file import PROGRESS_SECONDS, EncodedPiece, token_type
+from torchtitan_like.data.tokens.token_file import (
+    NOT_TRAINED,
+    PROGRESS_SECONDS,
+    EncodedPiece,
+    token_type,
+)
 
 # Starting worker processes takes seconds: a corpus of fewer pieces is tokenized without them.
 MIN_PIECES_FOR_WORKERS = 4
@@ -56,11 +62,12 @@ def encode_all(
 ) -> Iterator[EncodedPiece]:
     """Yield the pieces in order, tokenized by ``num_workers`` processes.
 
-    Up to ``2 * num_workers`` pieces are in memory at once. report: called regularly with the bytes
-    of text encoded so far; an error that it raises ends the work.
+    Up to ``2 * num_workers`` pieces are in memory at once. User code runs in this process only.
+    report: called regularly with the bytes of text encoded so far; an error that it raises ends the
+    work.
     """
     num_workers = min(num_workers, len(pieces))
-    if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1:
+    if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1 or corpus.runs_user_code:
         done = 0
 
         def count(text_bytes: int) -> None:
@@ -148,13 +155,17 @@ def encode_piece(
     with the file, for a document that is too long (`Tokenizer.parts`) and for token ids beyond the
     vocabulary.
     """
-    encoder = _PieceEncoder(policy)
+    encoder = _PieceEncoder(policy, has_masks=corpus.processor is not None)
     spans = list(piece)
     for group in _groups(read_piece(corpus, spans)):
         encoder.bad += [record for record in group if isinstance(record, BadRecord)]
-        texts = [record for record in group if isinstance(record, str)]
+        documents = [record for record in group if not isinstance(record, BadRecord)]
+        texts = [document for document in documents if isinstance(document, str)]
         try:
-            if len(texts) == 1:
+            if corpus.processor is not None:
+                for document in documents:
+                    encoder.add_parts(document, report)
+            elif len(texts) == 1:
                 encoder.add_long(texts[0], report)
             elif texts:
                 encoder.add(texts, report)
@@ -167,11 +178,11 @@ def encode_piece(
 class _PieceEncoder:
     """Collects encoded documents: their tokens, with BOS and EOS, in the type on disk."""
 
-    def __init__(self, policy: TokenPolicy) -> None:
+    def __init__(self, policy: TokenPolicy, *, has_masks: bool = False) -> None:
         self._tokenizer = policy.tokenizer
         self._before = _as_array(policy.bos_id)
         self._after = _as_array(policy.eos_id)
-        self._dtype = token_type(policy.tokenizer.vocab_size)
+        self._dtype = token_type(policy.tokenizer.vocab_size, has_masks=has_masks)
         self._tokens = array("H" if self._dtype.itemsize == 2 else "I")
         self._lengths: list[NDArray[np.int64]] = []
         self._hashes: list[int] = []
@@ -226,6 +237,26 @@ class _PieceEncoder:
         self._hashes.append(digest.intdigest())
         self._text_bytes += num_bytes
 
+    def add_parts(self, document: Document, report: Callable[[int], None]) -> None:
+        """Encode the parts of one document. Tokens of parts that are not trained on are marked."""
+        parts = [(document, True)] if isinstance(document, str) else document
+        encoded = [
+            (self._tokenizer.encode_texts([piece])[0], is_trained)
+            for text, is_trained in parts
+            for piece in self._tokenizer.parts(text)
+        ]
+        length = sum(len(ids) for ids, _ in encoded)
+        if not length:
+            self._num_empty += 1
+            return
+        for ids, is_trained in [(self._before, False), *encoded, (self._after, parts[-1][1])]:
+            self._append(ids if is_trained else ids | NOT_TRAINED)
+        raw = json.dumps(parts).encode()
+        self._lengths.append(np.array([length + len(self._before) + len(self._after)]))
+        self._hashes.append(xxhash.xxh3_64_intdigest(raw))
+        self._text_bytes += sum(len(text.encode()) for text, _ in parts)
+        report(len(raw))
+
     def as_piece(self) -> EncodedPiece:
         """Return everything added so far."""
         lengths = np.concatenate([np.empty(0, np.int64), *self._lengths]).astype(np.uint64)
@@ -240,7 +271,8 @@ class _PieceEncoder:
         )
 
     def _append(self, ids: NDArray[np.uint32]) -> None:
-        largest = int(ids.max(initial=0))
+        """Append ids, which may have the mark `NOT_TRAINED`."""
+        largest = int((ids & ~NOT_TRAINED).max(initial=0))
         vocab_size = self._tokenizer.vocab_size
         if largest >= vocab_size:
             raise DataError(
@@ -254,18 +286,24 @@ def _as_array(token_id: int | None) -> NDArray[np.uint32]:
     return np.array([] if token_id is None else [token_id], np.uint32)
 
 
-def _groups(records: Iterable[str | BadRecord]) -> Iterator[list[str | BadRecord]]:
+def _groups(records: Iterable[Document | BadRecord]) -> Iterator[list[Document | BadRecord]]:
     """Yield records in groups of up to `GROUP_CHARACTERS`. A longer record is a separate group."""
-    group = list[str | BadRecord]()
+    group = list[Document | BadRecord]()
     num_characters = 0
     for record in records:
-        size = len(record) if isinstance(record, str) else 0
+        size = _num_characters(record)
         if group and num_characters + size > GROUP_CHARACTERS:
             yield group
             group, num_characters = [], 0
         group.append(record)
         num_characters += size
     yield group
+
+
+def _num_characters(record: Document | BadRecord) -> int:
+    if isinstance(record, BadRecord):
+        return 0
+    return len(record) if isinstance(record, str) else sum(len(text) for text, _ in record)
 
 
 # ---- progress

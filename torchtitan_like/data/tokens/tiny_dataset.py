@@ -17,7 +17,6 @@ from torchtitan_like.data.text.documents import (
     plan_pieces,
     read_piece,
 )
-from torchtitan_like.data.text.formats import BadRecord
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.util.files import staged_path
@@ -80,7 +79,7 @@ def draw_documents(corpus: Corpus, num_documents: int, seed: int) -> list[str]:
         if number >= num_pieces and num_read >= num_documents:
             break
         for document_index, text in enumerate(read_piece(corpus, pieces[piece_index])):
-            if isinstance(text, BadRecord) or not text:
+            if not isinstance(text, str) or not text:
                 continue
             num_read += 1
             if len(reservoir) < num_documents:

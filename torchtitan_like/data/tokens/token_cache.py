@@ -45,6 +45,7 @@ from torchtitan_like.data.text.documents import (
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
 from torchtitan_like.data.tokens.token_file import (
     FREE_SPACE,
+    PROCESSOR,
     Staging,
     StagingTaken,
     TokenFile,
@@ -52,6 +53,7 @@ from torchtitan_like.data.tokens.token_file import (
     token_type,
 )
 from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
+from torchtitan_like.util.user_folders import user_cache
 
 logger = logging.getLogger()
 
@@ -92,6 +94,10 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
         "bos": policy.bos_id,
         "eos": policy.eos_id,
     }
+    if corpus.documents is not None:
+        key["fingerprint"] = corpus.documents.fingerprint
+    if corpus.processor is not None:
+        key[PROCESSOR] = corpus.processor.identity
     # Omitted at its default, so that caches from before this setting remain valid.
     if corpus.on_bad_record != "error":
         key["on_bad_record"] = corpus.on_bad_record
@@ -215,10 +221,10 @@ def _folders(
     """Folders where an entry may be built, in order of preference, and folders to read only."""
     if cache_folder:
         return [Path(cache_folder).absolute()], []
-    user_cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    cache = user_cache(os.environ)
     writable = [data_folder / CACHE_FOLDER_NAME]
-    if user_cache.is_absolute():  # it is relative for a user without a home folder
-        writable.append(user_cache / "torchtitan_like" / "token_cache")
+    if cache.is_absolute():  # it is relative for a user without a home folder
+        writable.append(cache / "token_cache")
     writable.append(Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME)
     return writable, [data_folder / VISIBLE_CACHE_FOLDER_NAME]
 
@@ -297,8 +303,9 @@ def _build(
 ) -> TokenFile:
     """Tokenize the corpus. Continues after the last committed piece of a build that was killed."""
     unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
+    vocab_size, has_masks = policy.tokenizer.vocab_size, corpus.processor is not None
     with _write_errors(folder):
-        staging = Staging(unfinished, token_type(policy.tokenizer.vocab_size))
+        staging = Staging(unfinished, token_type(vocab_size, has_masks=has_masks))
     try:
         _append_pieces(staging, corpus, policy, folder, num_workers, stop)
         _check(staging, corpus, key)

@@ -57,6 +57,10 @@ FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 FREE_SPACE = "free space or repair the disk, then start again"
 _JOURNAL, _OWNER = "journal.jsonl", "owner"
 OFFSET_TYPE = np.dtype("<u8")
+# Bit of a token that is never a label. Only in files of a sample processor.
+NOT_TRAINED = np.uint32(2**31)
+# Key of meta.json in such files.
+PROCESSOR = "processor"
 
 
 @dataclass(frozen=True)
@@ -104,17 +108,24 @@ class TokenFile:
     tokens: (num_tokens,); a TokenStream for files that another program tokenized.
     offsets: (num_documents + 1,), first token of each document, then the number of tokens.
     meta: for files of another program, only num_tokens, num_documents and text_digest are set.
+    has_masks: `NOT_TRAINED` is set in tokens that are never labels.
     """
 
     folder: Path
     tokens: Tokens
     offsets: NDArray[np.uint64] | CheckedArray
     meta: TokenMeta
+    has_masks: bool = False
 
 
-def token_type(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest dtype on disk for ids below ``vocab_size``."""
-    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
+def token_type(vocab_size: int, *, has_masks: bool = False) -> np.dtype[Any]:
+    """Return the smallest dtype on disk for ids below ``vocab_size``, and for `NOT_TRAINED`."""
+    return np.dtype("<u2" if vocab_size <= 2**16 and not has_masks else "<u4")
+
+
+def without_marks(tokens: NDArray[Any]) -> NDArray[Any]:
+    """Return token ids without `NOT_TRAINED`, for which 16 bits have no room."""
+    return tokens & ~NOT_TRAINED if tokens.dtype.itemsize > 2 else tokens
 
 
 def open_token_file(
@@ -149,7 +160,7 @@ def open_token_file(
     offsets = arrays[OFFSETS]
     if (int(offsets[0]), int(offsets[-1])) != (0, meta.num_tokens):
         raise _damaged(folder, f"{OFFSETS} does not list {meta.num_documents:,} documents")
-    return TokenFile(folder, arrays[TOKENS], offsets, meta)
+    return TokenFile(folder, arrays[TOKENS], offsets, meta, has_masks=PROCESSOR in key)
 
 
 def _checked(path: Path, is_hashed: bool, is_one_of_many: bool) -> CheckedFile:
@@ -375,7 +386,7 @@ def _extended(meta: TokenMeta, piece: EncodedPiece) -> TokenMeta:
         num_documents=meta.num_documents + len(piece.lengths),
         num_empty=meta.num_empty + piece.num_empty,
         text_bytes=meta.text_bytes + piece.text_bytes,
-        max_id=max(meta.max_id, int(piece.tokens.max(initial=0))),
+        max_id=max(meta.max_id, int(without_marks(piece.tokens).max(initial=0))),
         text_digest=(meta.text_digest + digest) % 2**64,
         num_bad=meta.num_bad + piece.num_bad,
     )

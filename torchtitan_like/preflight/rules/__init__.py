@@ -11,6 +11,7 @@ from torchtitan_like.preflight.rules.compute import (
 )
 from torchtitan_like.preflight.rules.model import MODEL_RULES
 from torchtitan_like.preflight.rules.parallelism import PARALLELISM_RULES
+from torchtitan_like.preflight.rules.replica_groups import FAULT_TOLERANCE_RULES
 from torchtitan_like.preflight.rules.run import (
     CHECKPOINT_RULES,
     DEBUG_RULES,
@@ -40,5 +41,6 @@ RULES: tuple[Rule[RunContext], ...] = (
     *RESILIENCE_RULES,
     *DEBUG_RULES,
     *CHECKPOINT_RULES,
+    *FAULT_TOLERANCE_RULES,
     *PACKAGE_RULES,
 )

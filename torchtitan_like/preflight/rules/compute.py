@@ -14,6 +14,7 @@ from torchtitan_like.config.rules import Rule
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import AC_MODE, COMPILE, IMPL
+from torchtitan_like.util.registry import is_registered
 from torchtitan_like.util.suggestions import did_you_mean
 
 
@@ -103,6 +104,18 @@ def _lacks_cpp_compiler(run: RunContext) -> bool:
 
 
 COMPILE_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "registered-loss-compiled",
+        "loss.name",
+        lambda run: (
+            is_registered("loss", run.config.loss.name)
+            and run.compiles_model
+            and run.parallelism.data_parallel_impl == "simple_fsdp"
+        ),
+        '"cross_entropy" with compiled SimpleFSDP, whose graph contains the loss',
+        'set parallelism.data_parallel_impl = "fsdp2", which compiles blocks only',
+        (IMPL, *COMPILE),
+    ),
     Rule(
         "no-compiled-component",
         "compile.enable",

@@ -94,6 +94,7 @@ def _package_rule(key: str, package: str, remedy: str) -> Rule[RunContext]:
 
 PACKAGE_RULES: tuple[Rule[RunContext], ...] = (
     _package_rule("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),
+    _package_rule("fault_tolerance.enable", "torchft", "pip install 'torchtitan_like[ft]'"),
     _package_rule("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
     _package_rule(
         "activation_checkpoint.visualize_memory_budget_pareto",

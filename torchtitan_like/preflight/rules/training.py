@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from torchtitan_like.config.problems import NO_EFFECT
@@ -67,11 +68,11 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         ),
         lambda run: (
             "a multiple of local_batch_size x data-parallel ranks = "
-            f"{run.config.training.local_batch_size} x {run.dp} = {run.samples_per_pass} "
-            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
+            f"{run.config.training.local_batch_size} x {run.num_data_ranks} = "
+            f"{run.samples_per_pass} (global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
         ),
         _suggest_batch_sizes,
-        ("training.local_batch_size", *DEGREES),
+        ("training.local_batch_size", "fault_tolerance.group_size", *DEGREES),
     ),
     Rule(
         "uneven-ramp",
@@ -180,6 +181,14 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         "set it to false",
         ("optimizer.name",),
     ),
+    Rule(
+        "registered-early-step",
+        EARLY_STEP,
+        lambda run: run.config.optimizer.early_step_in_backward and run.has_registered_optimizer,
+        "false with a registered optimizer, which may need the gradients of all parameters",
+        "set it to false",
+        ("optimizer.name",),
+    ),
 )
 
 
@@ -226,7 +235,12 @@ def _describe_early_end(run: RunContext) -> str:
     )
 
 
-LR_SCHEDULER_RULES: tuple[Rule[RunContext], ...] = (
+def _of_wsd(rule: Rule[RunContext]) -> Rule[RunContext]:
+    """Return the rule for the schedule of this package only: user code ignores its settings."""
+    return replace(rule, when=lambda run: run.config.lr_scheduler.name == "wsd" and rule.when(run))
+
+
+_WSD_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "warmup-beyond-schedule",
         "lr_scheduler.warmup_steps",
@@ -263,3 +277,4 @@ LR_SCHEDULER_RULES: tuple[Rule[RunContext], ...] = (
         severity="warning",
     ),
 )
+LR_SCHEDULER_RULES = tuple(map(_of_wsd, _WSD_RULES))

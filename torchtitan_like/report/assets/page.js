@@ -167,6 +167,7 @@
       figure.on_event("tap", (event) => showTip(figure, event));
       figure.on_event("mouseleave", () => { tip.hidden = true; });
     }
+    document.querySelector(".controls").addEventListener("submit", (event) => event.preventDefault());
     for (const radio of select("input[name=x]")) radio.addEventListener("change", moveAxis);
     for (const box of select("input[data-event]")) box.addEventListener("change", showEvents);
     log.addEventListener("change", showScale);

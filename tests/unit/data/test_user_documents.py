@@ -1,0 +1,107 @@
+"""Data sources and sample processors that user code registers."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.harness.extensions import extensions_removed
+from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.text.user_documents import UserDocuments
+from torchtitan_like.extensions import register
+
+RECORDS = [
+    {"question": f"what is {i} ", "answer": "one " * (i % 7) + f"{i} said"} for i in range(60)
+]
+
+
+@pytest.fixture(autouse=True)
+def _removed() -> Iterator[None]:
+    with extensions_removed():
+        yield
+
+
+def answers(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, bool]]:
+    return [(record["question"], False), (record["answer"], True)]
+
+
+def write_jsonl(folder: Path) -> Path:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return path
+
+
+def write_parquet(folder: Path) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = folder / "records.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+    return path
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_each_trained_token_is_a_label_once(
+    build: Callable[..., TrainBatches],
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    write: Callable[[Path], Path],
+    packing: str,
+    streaming: bool,
+) -> None:
+    register("sample_processor", "answers")(answers)
+    batches = build(
+        write(tmp_path),
+        data={"packing": packing},
+        max_epochs=1,
+        streaming=streaming,
+        processor="answers",
+    )
+    labels: Counter[int] = Counter()
+    num_valid = 0
+    for batch in batches:
+        assert int(batch.tokens.max()) < tokenizer.vocab_size
+        labels.update(batch.labels[batch.labels != -100].tolist())
+        num_valid += batch.num_valid_tokens
+    texts = [record["answer"] for record in RECORDS]
+    expected = Counter(np.concatenate([tokenizer.encode_texts([text])[0] for text in texts]).tolist())
+    assert tokenizer.eos_id is not None
+    expected[tokenizer.eos_id] += len(texts)  # EOS follows an answer
+    assert labels == expected and num_valid == labels.total()
+
+
+class Lines:
+    fingerprint = "lines"
+
+    def __init__(self, path: str, settings: Mapping[str, Any]) -> None:
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[str]:
+        for index in range(8):
+            self.num_read += 1
+            yield f"line {index}"
+
+
+def test_an_iterable_is_read_on_from_where_it_was_left() -> None:
+    register("data_source", "lines")(Lines)
+    documents = UserDocuments("lines", "", {})
+    assert list(documents.read(0, 3)) == ["line 0", "line 1", "line 2"]
+    assert list(documents.read(3, 5)) == ["line 3", "line 4"]
+    assert documents._source.num_read == 5
+    assert list(documents.read(4, 6)) == ["line 4", "line 5"]  # from the start again
+    assert documents._source.num_read == 11
+    with pytest.raises(DataError, match=r"ends after 8 documents. Expected 10, its __len__"):
+        list(documents.read(6, 10))

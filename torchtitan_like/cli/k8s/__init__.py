@@ -1,0 +1,1 @@
+"""`titan k8s`: one module for each verb."""

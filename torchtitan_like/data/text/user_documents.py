@@ -1,0 +1,141 @@
+"""Data sources and sample processors that user code registers (see `extensions.protocols`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel
+
+from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.formats import BadResult, Document
+from torchtitan_like.util import registry
+from torchtitan_like.util.modules import describe_line
+
+
+class UserProcessor:
+    """A registered sample processor.
+
+    identity: changes with the file of the processor and with the config sections of user code, on
+        which its results depend.
+    """
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self._name = name
+        self._function = registry.find("sample_processor", name)
+        self._settings = settings
+        file = Path(registry.origin_of("sample_processor", name).rpartition(":")[0])
+        values = {
+            key: section.model_dump() if isinstance(section, BaseModel) else section
+            for key, section in settings.items()
+        }
+        content = [name, file.read_text(encoding="utf-8"), json.dumps(values, sort_keys=True)]
+        self.identity = xxhash.xxh3_128_hexdigest("\0".join(content).encode())
+
+    def __call__(self, record: Mapping[str, Any]) -> Document:
+        """Return the document of a record. Raises BadResult for an error of user code."""
+        try:
+            result = self._function(record, self._settings)
+        except Exception as error:  # user code may raise anything
+            raise BadResult(
+                f"the sample processor {self._name!r} raised {type(error).__name__}: {error}"
+                f"{describe_line(error)}"
+            ) from error
+        is_text = isinstance(result, str)
+        if is_text or (isinstance(result, Sequence) and all(map(_is_part, result))):
+            text = result if is_text else "".join(part for part, _ in result)
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise BadResult(
+                    f"the sample processor {self._name!r} returned half of a surrogate pair at "
+                    f"character {error.start + 1}"
+                ) from error
+            return result if is_text else list(map(tuple, result))
+        raise BadResult(
+            f"the sample processor {self._name!r} returned {result!r:.100}, expected text or pairs "
+            "(text, is_trained)"
+        )
+
+
+def _is_part(value: Any) -> bool:
+    is_pair = isinstance(value, Sequence) and len(value) == 2
+    return is_pair and isinstance(value[0], str) and isinstance(value[1], bool)
+
+
+class UserDocuments:
+    """The documents of a registered data source, by number.
+
+    fingerprint: of the source. is_sequential: True for an iterable, which can only be read in order.
+
+    Raises DataError if the source does not follow the protocol, or if user code raises an error.
+    """
+
+    def __init__(self, name: str, path: str, settings: Mapping[str, Any]) -> None:
+        self._name = name
+        try:
+            self._source = registry.find("data_source", name)(path, settings)
+        except Exception as error:  # user code may raise anything
+            raise self._failed("cannot be opened", error) from error
+        self.is_sequential = not hasattr(self._source, "__getitem__")
+        methods = ["__len__", "__iter__" if self.is_sequential else "__getitem__"]
+        missing = [method for method in methods if not hasattr(self._source, method)]
+        fingerprint = getattr(self._source, "fingerprint", None)
+        if missing or not isinstance(fingerprint, str) or not fingerprint:
+            problem = f"has no {missing[0]}" if missing else f"has the fingerprint {fingerprint!r}"
+            raise DataError(
+                f"{self} {problem}. Expected __len__, __getitem__ or __iter__, and a fingerprint "
+                "(text) that changes with its documents: define them"
+            )
+        self.fingerprint: str = fingerprint
+        self._length = len(self._source)
+        # Iterators by the number of the next document. Each thread removes the one that it uses.
+        self._iterators: dict[int, Iterator[Any]] = {}
+
+    def __str__(self) -> str:
+        return f"the data source {self._name!r} ({registry.origin_of('data_source', self._name)})"
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self, start: int, stop: int) -> Iterator[Any]:
+        """Yield the documents [start, stop), of any type.
+
+        Raises DataError for an error of user code, and for an iterable that ends too early.
+        """
+        if not self.is_sequential:
+            for index in range(start, stop):
+                try:
+                    document = self._source[index]
+                except Exception as error:  # user code may raise anything
+                    raise self._failed(f"cannot read document {index:,}", error) from error
+                yield document
+            return
+        iterator = self._iterators.pop(start, None)
+        index = start
+        if iterator is None:
+            iterator = iter(self._source)
+            index = 0
+        while index < stop:
+            try:
+                document = next(iterator)
+            except StopIteration:
+                raise DataError(
+                    f"{self} ends after {index:,} documents. Expected {self._length:,}, its "
+                    "__len__: correct one of them"
+                ) from None
+            except Exception as error:  # user code may raise anything
+                raise self._failed(f"cannot read document {index:,}", error) from error
+            if index >= start:
+                yield document
+            index += 1
+        self._iterators[stop] = iterator
+
+    def _failed(self, what: str, error: Exception) -> DataError:
+        return DataError(
+            f"{self} {what}: {type(error).__name__}: {error}{describe_line(error)}. Expected no "
+            "error: correct it"
+        )

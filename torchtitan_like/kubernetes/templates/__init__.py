@@ -1,0 +1,1 @@
+"""Files that `titan k8s init` copies."""

@@ -1,0 +1,1 @@
+"""`titan run watch --web`: a server of live pages about the runs in a folder."""
