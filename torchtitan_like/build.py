@@ -52,6 +52,7 @@ from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.positions import local_positions
 
 if TYPE_CHECKING:
+    from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_run import Comm, FaultTolerance, Job
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
     from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
@@ -190,6 +191,25 @@ def build_data(
 
 
 # ---- model and optimizer
+
+
+def model_sections(config: JobConfig) -> Sections:
+    """Return the sections that determine how the model is parallelized."""
+    return Sections(
+        config.training,
+        config.parallelism,
+        config.activation_checkpoint,
+        config.compile,
+        config.model.converters,
+        config.quantize.linear.float8,
+        config.model.print_after_conversion,
+        config.extra_sections,
+    )
+
+
+def longest_sequence(training: Training, validation: Validation) -> int:
+    """Return the largest sequence length that the model computes."""
+    return max(training.seq_len, validation.seq_len if validation.enable else 0)
 
 
 def build_model(

@@ -125,6 +125,8 @@ def run(
     Maps the errors of `CODES` to exit codes. Any other exception is a crash.
     """
     logger.info(f"Starting job: {config.job.description}")
+    if config.memory_estimation.enable or config.comm.mode != "default":
+        return dry_run(config, launched)
     step, code, world, trainer = 0, ExitCode.DONE, None, None
     with ExitStack() as resources:
         try:
@@ -172,6 +174,24 @@ def run(
         world.leave()
         logger.info("Process group destroyed")
     return code
+
+
+def dry_run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
+    """Log the memory that the configuration needs, on rank 0. Nothing is trained."""
+    if launched.rank != 0:
+        return ExitCode.DONE
+    from torchtitan_like.plan.dry_memory import assumptions, plan_memory, unsupported
+    from torchtitan_like.plan.gpus import DEFAULT_GPU, load_gpu
+    from torchtitan_like.plan.memory_report import lines
+
+    if problem := unsupported(config):
+        logger.error(problem)
+        return leave_exit(config.job.dump_folder, ExitCode.BAD_CONFIG, None, WriteFailures())
+    gpu = load_gpu(DEFAULT_GPU)
+    memories = plan_memory(config, launched.world_size, gpu)
+    for line in lines(memories, gpu, assumptions(config)):
+        logger.info(line)
+    return leave_exit(config.job.dump_folder, ExitCode.DONE, None, WriteFailures())
 
 
 # ---- before the run

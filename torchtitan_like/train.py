@@ -3,7 +3,7 @@
 Run `torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key value ...]`, or
 `python -m torchtitan_like.train ...` for one process.
 
-`Trainer.train_step` is one step. `Trainer.train` is the order of steps, checkpoints and stops.
+`Trainer.train_step` is one step (step.py). `Trainer.train` is the order of steps, checkpoints and stops.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ from torchtitan_like.build import (
     build_optimizer,
     build_replica_groups,
     build_semi_sync_method,
+    longest_sequence,
+    model_sections,
 )
 from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
@@ -67,9 +69,8 @@ from torchtitan_like.data.batches.batch import (
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync
-from torchtitan_like.distributed.determinism import derive_seed, seed_device, seed_everything
+from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
-from torchtitan_like.distributed.parallelize import Sections
 from torchtitan_like.distributed.quorum import SharedState
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.replica_groups import (
@@ -83,7 +84,6 @@ from torchtitan_like.distributed.replica_groups import (
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
 from torchtitan_like.monitor.attempt import open_attempt
@@ -94,7 +94,6 @@ from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.optim.gated import local as local_shard
-from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -112,6 +111,7 @@ from torchtitan_like.resilience.requests import (
 )
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
@@ -217,26 +217,14 @@ class Trainer:
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
         logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
-        sections = Sections(
-            config.training,
-            config.parallelism,
-            config.activation_checkpoint,
-            config.compile,
-            config.model.converters,
-            config.quantize.linear.float8,
-            config.model.print_after_conversion,
-            config.extra_sections,
-        )
+        sections = model_sections(config)
         model = build_model(
             sections,
             config.loss,
             world,
             self.spec,
             self.args,
-            max_seq_len=max(
-                config.training.seq_len,
-                config.validation.seq_len if config.validation.enable else 0,
-            ),
+            max_seq_len=longest_sequence(config.training, config.validation),
             num_samples=self.geometry.samples_per_rank,
             with_tokens=bool(self.batches.sources),
             settings=config.extra_sections,
@@ -342,6 +330,20 @@ class Trainer:
         # Non-finite steps and spikes.
         self.update_gate = self._make_update_gate(self._stored("numbers") or {})
         self.replay_bundles = self._observe_rows() if self.is_leader else None
+        self.step_runner = StepRunner(
+            world,
+            self.seed,
+            model,
+            optimization,
+            self.balancer,
+            self.gradient_sync,
+            self.feed,
+            self._gate,
+            config.training.max_norm,
+            num_sources=len(self.batches.sources),
+            on_micro_batch=self._move_to_micro_batch,
+            order_updates=self.checkpointer.order_updates,
+        )
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
@@ -707,15 +709,9 @@ class Trainer:
         )
 
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
-        """Run forward and backward of every micro-batch, then one clipped and gated update.
+        """Run one step on a batch (`StepRunner`), and record progress.
 
-        The loss of a micro-batch is the sum of its token losses over the *global* number of valid
-        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
-        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
-        by the same number; `loss` does not contain it.
-
-        The model computes the loss in chunks, so that no logits outlive the forward pass. This
-        method does not wait for the device, except with `[fault_tolerance]`. Raises GroupLostError,
+        This method does not wait for the device, except with `[fault_tolerance]`. Raises GroupLostError,
         and updates nothing, if another replica group was lost.
         """
         batch, before = inputs.batch, self.progress
@@ -726,62 +722,14 @@ class Trainer:
         )
         totals = self.groups.exchange(GroupStep(agreement.num_valid_tokens, num_tokens, after))
         num_valid = totals.num_valid_tokens
-        self.optimizer.scale_lr(self.schedule.factor(step))
-        self.optimizer.zero_grad()
         self.position.move("step", step)
-        if not self.optimizer.is_atomic:  # the backward updates
-            self.checkpointer.order_updates()
-        if self.balancer is not None:
-            self.balancer.prepare(num_tokens)
-        local = self.feed.shard(batch)
-        num_sources = len(self.batches.sources)
-        loss_by_source = torch.zeros(num_sources, dtype=torch.float64, device=self.world.device)
-        sources = self.world.to_device(batch.sources) if num_sources else None
-        mtp_losses: list[torch.Tensor] = []
-        if self.pipeline is not None:
-            seed = derive_seed(self.seed, batch.first_samples[0], self.pipeline.stage_numbers)
-            seed_device(seed, self.world.device)
-            loss, token_losses = self.pipeline.step(
-                *self.feed.to_device(local, slice(None)), max(1, num_valid)
-            )
-            if sources is not None and token_losses is not None:
-                loss_by_source = sum_by_source(token_losses, sources.flatten(), num_sources)
-        else:
-            losses: list[torch.Tensor] = []
-            for micro in range(len(batch.first_samples)):
-                self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
-                self.position.move("step", step, micro)
-                seed_device(derive_seed(self.seed, batch.first_samples[micro]), self.world.device)
-                output = self.parts[0](*self.feed.to_device(local, micro))
-                mtp = None
-                if isinstance(output, LossWithMTP):
-                    output, mtp, mtp_weight = output
-                if sources is not None:
-                    loss_by_source = loss_by_source + sum_by_source(
-                        output.tokens, sources[micro], num_sources
-                    )
-                share = total_of(output) / max(1, num_valid)
-                losses.append(share.detach())
-                if mtp is not None:
-                    mtp_share = mtp / max(1, num_valid)
-                    mtp_losses.append(mtp_share.detach())
-                    share = share + mtp_weight * mtp_share
-                # A non-finite loss must reach every gradient, and so the global norm, on every
-                # rank.
-                share.backward(share.detach() * 0 + 1)  # 1, or NaN
-            loss = sum(losses[1:], start=losses[0])
-
-        by_source = count_valid_by_source(local[1], batch.sources, num_sources)
-        losses_of_rank = Losses(loss, loss_by_source, count_valid(local[1]), by_source)
+        losses, local = self.step_runner.compute_gradients(
+            step, batch, num_valid, num_tokens=num_tokens
+        )
+        by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
+        losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
         total = self.groups.reduce(self.optimizer.local_gradients, losses_of_rank)
-        grad_norm = self.optimizer.clip_gradients(self.config.training.max_norm)
-        skip = self.update_gate.gate(grad_norm)
-        self.checkpointer.order_updates()
-        self.optimizer.step(skip=skip)
-        if self.balancer is not None:
-            self.balancer.update(skip, is_logged=self.metrics.due(step))
-        if self.after_update is not None:
-            self.after_update()
+        update = self.step_runner.update(is_logged=self.metrics.due(step))
 
         self.progress = Progress(
             step=step,
@@ -798,10 +746,10 @@ class Trainer:
             local_valid_tokens=total.num_labels,
             local_valid_by_source=total.labels_by_source,
             loss_share=total.loss_share,
-            mtp_loss_share=sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
+            mtp_loss_share=losses.mtp,
             loss_by_source=total.loss_by_source,
-            grad_norm=grad_norm,
-            skipped=skip,
+            grad_norm=update.grad_norm,
+            skipped=update.skip,
             lr=self.optimizer.lr,
             group_lr=self.optimizer.group_lr,
             data_digest=agreement.data_digest,
@@ -809,6 +757,12 @@ class Trainer:
             data_loading_s=inputs.seconds,
             position=before.position,
         )
+
+    def _gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
+        return self.update_gate.gate(grad_norm)
+
+    def _move_to_micro_batch(self, micro: int) -> None:
+        self.position.move("step", self.position.current.step, micro)
 
     def fetch(self, step: int) -> StepInput:
         """Read the batch of `step` (None after the last) and start the all-reduce of its agreement.

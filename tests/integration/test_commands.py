@@ -479,7 +479,7 @@ def test_documented_variables_exist() -> None:
 
 UNAVAILABLE = (
     "model.converters=quantize.linear.mx",
-    "memory_estimation.enable=true",
+    "experimental.custom_args_module=my.module",
 )
 
 

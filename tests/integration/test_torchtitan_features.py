@@ -212,11 +212,9 @@ REJECTED = {
         "training.enable_cpu_offload",
         "false without a GPU",
     ),
-    Row("fsdp2_memory_estimation", ("--memory_estimation.enable",), 2): (
-        "memory_estimation.enable",
-        "not available yet",
-    ),
 }
+# Tests that end without training.
+DRY = Row("fsdp2_memory_estimation", ("--memory_estimation.enable",), 2)
 
 
 def run(line: str, ngpu: int, folder: Path, start: ForkedTrainer) -> RunResult:
@@ -268,7 +266,7 @@ EXPECT: Mapping[str, Callable[[list[RunResult]], None]] = {
 
 
 def test_table_has_all_feature_tests() -> None:
-    names = [row.name for row in (*ROWS, *REJECTED)]
+    names = [row.name for row in (*ROWS, *REJECTED, DRY)]
     assert len(set(names)) == len(names) == 43 and len(ROWS) == 40
     assert len({row.name for row in MODEL_ROWS}) == len(MODEL_ROWS) == 9
 
@@ -299,6 +297,14 @@ def test_unsupported_feature_is_rejected_with_a_reason(
     key, reason = REJECTED[row]
     assert result.returncode == 78, result.tail
     expect_words(result, key, reason)
+
+
+@pytest.mark.nightly
+def test_memory_is_estimated_instead_of_training(tmp_path: Path, run_forked: ForkedTrainer) -> None:
+    result = run(DRY.runs[0], DRY.ngpu, tmp_path / "outputs", run_forked)
+    assert result.returncode == 0, result.tail
+    expect_words(result, "= reserved by the allocator", "H100")
+    assert not result.metrics
 
 
 # TorchTitan's own debug files of models with experts -> settings in addition to the sizes below.

@@ -154,7 +154,13 @@ COMMANDS = (
     Command(
         "check", "Train", "check a configuration without training", "check", takes_settings=True
     ),
-    Command("plan", "Train", "find the layout of a model on N GPUs", "plan"),
+    Command(
+        "plan",
+        "Train",
+        "find the memory of a configuration, or a layout, without GPUs",
+        "plan",
+        takes_settings=True,
+    ),
     Command(
         "draw",
         "Train",

@@ -1,6 +1,6 @@
 """`titan check`: print the resolved configuration, or all of its problems.
 
-This command does not train and does not import torch.
+This command does not train. It imports torch only with --plan.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 
+DOES_NOT_FIT = 1
 EXAMPLE = "titan check debug_model.toml --world-size 2 --training.steps 100"
 
 
@@ -28,10 +29,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device"
     )
+    parser.add_argument(
+        "--plan",
+        metavar="GPU",
+        help="also dry-run the configuration on this GPU, see titan plan (needs --world-size)",
+    )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Prints the configuration as TOML and warnings on stderr, and returns 0;\n"
-        "or prints every problem on stderr and returns 78.\n\n"
+        "or prints every problem on stderr and returns 78.\n"
+        "With --plan: also prints on stderr whether it fits on the GPU, or up to three changes with\n"
+        "which it fits, the cheapest first. Returns 1 if it does not fit.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -55,6 +63,17 @@ def run(arguments: argparse.Namespace) -> int:
         problems.append(
             Problem("--device-type", arguments.device_type, expected, origin="command line")
         )
+    gpu = None
+    if arguments.plan is not None:
+        from torchtitan_like.plan.gpus import load_gpu
+
+        try:
+            gpu = load_gpu(arguments.plan)
+        except ValueError as error:
+            problems.append(Problem("--plan", arguments.plan, str(error), origin="command line"))
+        if world_size is None:
+            expected = "--world-size N next to it"
+            problems.append(Problem("--plan", arguments.plan, expected, origin="command line"))
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:
         if problems:
@@ -74,4 +93,10 @@ def run(arguments: argparse.Namespace) -> int:
     if warnings:
         show_error(report(warnings))
     sys.stdout.write(dump_toml(config))
-    return os.EX_OK
+    if gpu is None:
+        return os.EX_OK
+    from torchtitan_like.plan.changes import check_fit
+
+    is_fitting, lines = check_fit(settings, config, int(world_size), gpu)
+    show_error("\n".join(lines))
+    return os.EX_OK if is_fitting else DOES_NOT_FIT

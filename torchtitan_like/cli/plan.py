@@ -1,24 +1,54 @@
-"""`titan plan`: list the layouts of a model that fit on a cluster, the fastest ones first."""
+"""`titan plan`: the memory of a configuration by a dry run, or the layouts that fit a cluster."""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
 
-from torchtitan_like.cli.common import FAILED, positive_int, positive_number
+from torchtitan_like.cli.common import (
+    FAILED,
+    add_json_flag,
+    positive_int,
+    positive_number,
+    print_json,
+)
+from torchtitan_like.cli.settings import HelpWithSettings, with_config
+from torchtitan_like.plan.gpus import DEFAULT_GPU
 from torchtitan_like.plan.layouts import NETS
 from torchtitan_like.util.output import show_error
 
 NOTHING_FITS = 1
-EXAMPLE = "titan plan --params 8e9 --gpus 16 --nodes 2 --gpu-mem 80 --net fast"
+EXAMPLE = "titan plan debug_model.toml --world-size 2 --gpu h100-80g"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file to dry-run")
     parser.add_argument(
-        "--params", type=positive_number, required=True, metavar="N", help="parameters, e.g. 8e9"
+        "--world-size", type=positive_int, metavar="N", help="ranks of the dry run (required)"
     )
     parser.add_argument(
-        "--gpus", type=positive_int, required=True, metavar="N", help="GPUs of all machines"
+        "--gpu",
+        default=DEFAULT_GPU,
+        metavar="NAME",
+        help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
+    )
+    parser.add_argument(
+        "--rank-of-stage",
+        default="all",
+        metavar="STAGE",
+        help="the pipeline rank to dry-run, from 0; default: all, one rank of each",
+    )
+    add_json_flag(parser)
+    parser.add_argument(
+        "--params", type=positive_number, metavar="N", help="without CONFIG: parameters, e.g. 8e9"
+    )
+    parser.add_argument(
+        "--gpus", type=positive_int, metavar="N", help="with --params: GPUs of all machines"
     )
     parser.add_argument(
         "--nodes", type=positive_int, default=1, metavar="N", help="machines (default: 1)"
@@ -64,16 +94,99 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="TFLOP/s that a GPU reaches (default: 400, which is 40 %% of an H100's 989)",
     )
+    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
-        "Prints the layouts that fit, fastest first, with their memory by parts, and the config\n"
-        "lines of the first ones. The times only order the layouts and are not a forecast.\n"
-        "Needs no GPU. Returns 0, 1 if no layout fits, 2 for wrong arguments.\n\n"
+        "With CONFIG: runs two steps of the trainer under fake tensors on ranks that do not exist,\n"
+        "and prints the memory of a GPU by what it holds. Returns 0 if it fits, 1 if not, and 78 for\n"
+        "a configuration that cannot work.\n"
+        "With --params: prints the layouts that fit, fastest first, with their memory by parts, and\n"
+        "the config lines of the first ones. The times only order the layouts and are not a forecast.\n"
+        "Returns 0, or 1 if no layout fits.\n"
+        "Needs no GPU. Returns 2 for wrong arguments.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
+    names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
+    has_config = arguments.config is not None or "__job.config_file" in names
+    required = ("world_size",) if has_config else ("params", "gpus")
+    excluded = ("params", "gpus") if has_config else ("world_size",)
+    problems = [
+        f"--{name.replace('_', '-')} is missing"
+        for name in required
+        if getattr(arguments, name) is None
+    ]
+    unused = [
+        f"--{name.replace('_', '-')}" for name in excluded if getattr(arguments, name) is not None
+    ]
+    if not has_config:
+        unused += arguments.settings
+    problems += [f"{word} does not belong to this form of the command" for word in unused]
+    if problems:
+        show_error(
+            f"titan plan: {problems[0]}. Expected CONFIG and --world-size N, or --params N and "
+            "--gpus N: correct the arguments"
+        )
+        return FAILED
+    return _dry_run(arguments) if has_config else _list_layouts(arguments)
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.plan.gpus import load_gpu
+    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
+
+    try:
+        gpu = load_gpu(arguments.gpu)
+    except ValueError as error:
+        show_error(f"--gpu: {error}")
+        return FAILED
+    settings = with_config(arguments.config, arguments.settings, show_error)
+    try:
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+            config, warnings = load_checked(
+                settings, arguments.world_size, training=False, device_type="cuda"
+            )
+    except ConfigError as error:
+        show_error(str(error))
+        return os.EX_CONFIG
+    if warnings:
+        show_error(report(warnings))
+    num_stages = config.parallelism.pipeline_parallel_degree
+    stage = arguments.rank_of_stage
+    if stage != "all" and not (stage.isdecimal() and int(stage) < num_stages):
+        show_error(
+            f"--rank-of-stage {stage}: expected all, or a pipeline rank from 0 to "
+            f"{num_stages - 1}: correct it"
+        )
+        return FAILED
+    return _print_memory(config, arguments, gpu, None if stage == "all" else [int(stage)])
+
+
+def _print_memory(
+    config: Any, arguments: argparse.Namespace, gpu: Any, stages: list[int] | None
+) -> int:
+    from torchtitan_like.plan.dry_memory import assumptions, plan_memory, unsupported
+    from torchtitan_like.plan.memory_report import as_json, fits, lines
+
+    if problem := unsupported(config):
+        show_error(problem)
+        return os.EX_CONFIG
+    memories = plan_memory(config, arguments.world_size, gpu, stages)
+    notes = assumptions(config)
+    if arguments.json:
+        print_json(as_json(memories, gpu, notes))
+    else:
+        print("\n".join(lines(memories, gpu, notes)))
+    return 0 if fits(memories, gpu) else NOTHING_FITS
+
+
+def _list_layouts(arguments: argparse.Namespace) -> int:
+    """Print the layouts of a model of about `--params` parameters."""
     from torchtitan_like.plan.layouts import Cluster, model_of
     from torchtitan_like.plan.report import report
     from torchtitan_like.plan.search import global_batch, suggest

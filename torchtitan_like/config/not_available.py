@@ -52,12 +52,11 @@ NOT_AVAILABLE: tuple[Rule[JobConfig], ...] = (
         'remove all converters except "quantize.linear.float8" and registered ones',
     ),
     _not_available(
-        "memory_estimation.enable",
-        lambda config: config.memory_estimation.enable,
+        "memory_estimation.disable_fake_mode",
+        lambda config: (
+            config.memory_estimation.enable and config.memory_estimation.disable_fake_mode
+        ),
         "set it to false",
-    ),
-    _not_available(
-        "comm.mode", lambda config: config.comm.mode != "default", 'set it to "default"'
     ),
     _not_available(
         "job.custom_config_module",

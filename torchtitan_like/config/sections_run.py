@@ -195,8 +195,8 @@ class Comm(Section):
     )
     mode: Literal["default", "fake_backend", "local_tensor"] = field(
         "default",
-        "default: real communication. fake_backend: one process runs as one of many ranks and "
-        "exchanges nothing. local_tensor: one process computes all ranks.",
+        "default: train. fake_backend, local_tensor: dry-run one rank of each pipeline stage "
+        "without communication, report its memory, and end.",
     )
 
 
@@ -285,7 +285,9 @@ class MemoryEstimation(Section):
 
     facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
 
-    enable: bool = field(False, "Estimate peak memory for this configuration instead of training.")
+    enable: bool = field(
+        False, "Report the peak memory of a dry run of this configuration instead of training."
+    )
     disable_fake_mode: bool = field(False, "Estimate with real tensors instead of fake ones.")
 
 

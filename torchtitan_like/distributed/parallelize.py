@@ -135,9 +135,13 @@ def build_parts(
         if head is not None:
             head.loss = loss
         lines += parallelize(part, spec, world, sections, context, offload)
-        materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
-        if training.enable_cpu_offload:
-            part.init_buffers(world.device)  # only parameters are on the host
+        with world.allocating():
+            materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
+            if training.enable_cpu_offload:
+                part.init_buffers(world.device)  # only parameters are on the host
+    if pipeline is not None:
+        with world.allocating():
+            pipeline.connect()
     if pipeline is not None:
         lines += pipeline.lines(
             num_samples // sections.parallelism.pipeline_parallel_microbatch_size

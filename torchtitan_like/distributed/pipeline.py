@@ -96,9 +96,14 @@ class Pipeline:
         self.has_last = plan.num_stages - 1 in self.stage_numbers
         self._num_valid = 1
         self._schedules: dict[_Shape, _Runner] = {}
-        # NCCL creates a group's communicator at its first use, on all ranks together. A schedule's
-        # first use is a message between two ranks, which would wait forever for the others.
-        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+    def connect(self) -> None:
+        """Create the group's communicator before the first step. A collective.
+
+        NCCL creates it at the first use, on all ranks together. A schedule's first use is a message
+        between two ranks, which would wait forever for the others.
+        """
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     def lines(self, num_micro_batches: int) -> list[str]:
         """Return the timeline and bubble of a step, for the log."""
@@ -280,10 +285,10 @@ class _Stage(PipelineStage):
         The vote sends one number from stage to stage, as NCCL messages on the group of all stages,
         and reads it on the host.
         """
-        return torch.ones(1, dtype=torch.int32)
+        return torch.tensor([1], dtype=torch.int32)
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        return torch.ones(1, dtype=torch.int32)
+        return torch.tensor([1], dtype=torch.int32)
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._allocating_nothing():

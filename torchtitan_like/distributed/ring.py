@@ -144,10 +144,10 @@ def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Tensor]:
     """Return the output, log-sum-exp (batch, heads, queries), and what else the backward needs."""
-    if q.is_cuda:
-        results = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
-        return [results[i] for i in (0, 1, 6, 7)]
-    return list(_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal))
+    if q.is_cpu:
+        return list(_aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal))
+    results = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+    return [results[i] for i in (0, 1, 6, 7)]
 
 
 def _flash_backward(
@@ -160,13 +160,13 @@ def _flash_backward(
     grad, q, out, lse = of_queries
     lse = lse.contiguous()
     gradients: tuple[Tensor, Tensor, Tensor]
-    if q.is_cuda:
+    if q.is_cpu:
+        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal
+        )
+    else:
         lengths = (None, None, q.shape[2], k.shape[2])
         gradients = _aten._scaled_dot_product_flash_attention_backward(
             grad, q, k, v, out, lse, *lengths, 0.0, causal, *extras
-        )
-    else:
-        gradients = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, causal
         )
     return gradients

@@ -330,7 +330,8 @@ class _Unit:
             shard = to_local(parameter)
             gathered = gather(shard)
             if self._is_running:
-                address = gathered.untyped_storage().data_ptr()
+                # Of the storage, not of its data: fake tensors have none.
+                address = gathered.untyped_storage()._cdata
                 self._gathered[address] = (gathered, gather, shard.detach())
             return gathered
 
@@ -351,7 +352,7 @@ class _Unit:
         self.module.forward = run
 
     def _pack(self, tensor: Tensor) -> Tensor | _Regather:
-        record = self._gathered.get(tensor.untyped_storage().data_ptr())
+        record = self._gathered.get(tensor.untyped_storage()._cdata)
         if record is None:
             return tensor
         _, gather, shard = record

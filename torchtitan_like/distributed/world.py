@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -220,6 +220,8 @@ class World:
     # Groups of two pipeline ranks, by the other one's rank.
     neighbor_groups: dict[int, Any] = field(default_factory=dict)
     _training_groups: list[Any] = field(default_factory=list)
+    # Returns the context in which memory of the device is allocated; a plan allocates fake tensors.
+    allocating: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     @property
     def size(self) -> int:
@@ -395,26 +397,17 @@ def join_world(
         undo.pop_all()
     shape = dims.mesh_shape()
     logger.info(f"Building {len(shape)}-D device mesh with {list(shape)}, {list(shape.values())}")
-    build = partial(build_mesh, device.type, ranks=ranks, timeout=timeout)
-    mesh = build(dims.weights_shape()) if needs_group else None
-    groups = (
-        {} if mesh is None else {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
-    )
-    experts_mesh = build(dims.experts_shape()) if dims.has_experts_mesh else None
-    if experts_mesh is not None:
-        for name in experts_mesh.mesh_dim_names or ():
-            key = f"{name} of experts" if name in groups else name
-            groups[key] = experts_mesh.get_group(name)
-    if dims.cp > 1:
-        (peers,) = [peers for peers in dims.peers("cp") if launch.rank in peers]
-        groups["cp"] = make_group([ranks[peer] for peer in peers], timeout)
-    all_ranks = group if group is not None else _group_of_all(ranks, timeout)
-    neighbors = neighbor_groups(groups["pp"]) if dims.pp > 1 else {}
+    groups = DeviceGroups()
+    if needs_group:
+        groups = build_device_groups(
+            launch.rank, dims, device.type, ranks=ranks, timeout=timeout, group=group
+        )
     checkpoint_group = HostGroup(ranks, checkpoint_timeout)
     default = dist.group.WORLD if owns else None
-    training = {step_group.group, *groups.values(), *neighbors.values(), default} - {None}
-    if all_ranks not in (None, dist.group.WORLD):
-        training.add(all_ranks)
+    own = {*groups.by_name.values(), *groups.neighbors.values()}
+    training = {step_group.group, *own, default} - {None}
+    if groups.all_ranks not in (None, dist.group.WORLD):
+        training.add(groups.all_ranks)
     # Groups of a mesh have torch's timeout of 30 minutes. The caller's group keeps its own.
     for each in training - {dist.group.WORLD, group}:
         set_timeout(timeout, each)
@@ -423,16 +416,57 @@ def join_world(
         launch.local_rank,
         dims,
         device,
-        mesh,
-        experts_mesh,
+        groups.mesh,
+        groups.experts_mesh,
         step_group,
         checkpoint_group,
         owns,
-        all_ranks,
-        groups,
-        neighbors,
+        groups.all_ranks,
+        groups.by_name,
+        groups.neighbors,
         list(training),
     )
+
+
+@dataclass(frozen=True)
+class DeviceGroups:
+    """The meshes and process groups of a rank's device; see the fields of `World`."""
+
+    mesh: DeviceMesh | None = None
+    experts_mesh: DeviceMesh | None = None
+    all_ranks: Any = None
+    by_name: dict[str, Any] = field(default_factory=dict)
+    neighbors: dict[int, Any] = field(default_factory=dict)
+
+
+def build_device_groups(
+    rank: int,
+    dims: ParallelDims,
+    device_type: str,
+    *,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    group: dist.ProcessGroup | None = None,
+) -> DeviceGroups:
+    """Build the meshes and process groups of all dimensions. A collective.
+
+    rank: among the ranks that train. ranks: these ranks in the default group.
+    group: of these ranks, if the caller has it.
+    """
+    build = partial(build_mesh, device_type, ranks=ranks, timeout=timeout)
+    mesh = build(dims.weights_shape())
+    by_name = {name: mesh.get_group(name) for name in mesh.mesh_dim_names or ()}
+    experts_mesh = build(dims.experts_shape()) if dims.has_experts_mesh else None
+    if experts_mesh is not None:
+        for name in experts_mesh.mesh_dim_names or ():
+            key = f"{name} of experts" if name in by_name else name
+            by_name[key] = experts_mesh.get_group(name)
+    if dims.cp > 1:
+        (peers,) = [peers for peers in dims.peers("cp") if rank in peers]
+        by_name["cp"] = make_group([ranks[peer] for peer in peers], timeout)
+    all_ranks = group if group is not None else _group_of_all(list(ranks), timeout)
+    neighbors = neighbor_groups(by_name["pp"]) if dims.pp > 1 else {}
+    return DeviceGroups(mesh, experts_mesh, all_ranks, by_name, neighbors)
 
 
 def build_mesh(

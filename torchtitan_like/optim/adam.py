@@ -16,7 +16,7 @@ def build_adam(groups: list[ParameterGroup], section: OptimizerSection) -> torch
     kinds = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
     fused = section.implementation == "fused"
     parameters = [p for group in groups for _, p in group.members]
-    is_on_gpu = any(p.is_cuda for p in parameters)
+    is_on_gpu = any(not p.is_cpu for p in parameters)
     optimizer: torch.optim.Optimizer = kinds[groups[0].optimizer](
         [group.as_torch() for group in groups],
         betas=(section.beta1, section.beta2),

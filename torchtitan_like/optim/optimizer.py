@@ -106,7 +106,7 @@ def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
         # The fused kernels read this attribute.
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
-    elif skip.is_cuda:
+    elif not skip.is_cpu:
         step_or_restore(optimizer, skip)
     elif not skip.item():
         optimizer.step()

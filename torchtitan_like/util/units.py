@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+MIB = 1024**2
 GIB = 1024**3
 BYTE_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 # Smallest duration in the unit, seconds per unit, digits after the decimal point.

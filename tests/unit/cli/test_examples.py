@@ -327,7 +327,7 @@ def test_data_train_tokenizer(folder: Path) -> None:
 
 def test_plan(tmp_path: Path) -> None:
     output = run_example("plan", tmp_path)
-    assert output.startswith("Llama 3 8B: 8.03 B parameters") and " 1. HSDP 2 x 8 " in output
+    assert "= reserved by the allocator" in output and output.rstrip().endswith(": fits")
 
 
 def test_draw(tmp_path: Path, example: Example) -> None:

@@ -214,13 +214,14 @@ def test_all_problems_are_reported_together(
         hf_assets_path = "./nowhere"
         [parallelism]
         data_parallel_shard_degree = 3
-        [comm]
-        mode = "fake_backend"
+        [experimental]
+        custom_args_module = "my.module"
     """
     problems = problems_of(tmp_path, toml, ("--optimizer.lr=fast",))
     assert {problem.key for problem in problems} == {
         "training.stepz", "training.steps", "checkpoint.keep_latest_k", "checkpoint.last_save_in_hf", "model.flavor",
-        "model.hf_assets_path", "parallelism", "comm.mode", "optimizer.lr",
+        "model.hf_assets_path", "parallelism", "experimental.custom_args_module",
+        "optimizer.lr",
     }  # fmt: skip
 
 

@@ -46,8 +46,8 @@ UNAVAILABLE = [
     (f"{MOE} --model.converters quantize.grouped_mm.mx", "model.converters"),
     (f"{MOE} --parallelism.expert_parallel_comm_backend deepep",
      "parallelism.expert_parallel_comm_backend"),
-    ("--memory_estimation.enable", "memory_estimation.enable"),
-    ("--comm.mode local_tensor", "comm.mode"),
+    ("--memory_estimation.enable --memory_estimation.disable_fake_mode",
+     "memory_estimation.disable_fake_mode"),
     ("--job.custom_config_module my.module", "job.custom_config_module"),
     ("--experimental.custom_args_module my.module", "experimental.custom_args_module"),
 ]  # fmt: skip

@@ -47,7 +47,7 @@ class Kernel(NamedTuple):
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`; mask: see `additive_mask`."""
     square = q.shape[2] == k.shape[2]
-    if q.is_cuda and (mask is not None or q.dtype not in _HALF):
+    if not q.is_cpu and (mask is not None or q.dtype not in _HALF):
         # CUDA's flash kernel supports groups, but only in half precision without a mask. The other
         # kernels need equal numbers of heads.
         k, v = equal_heads(q, k, v)
@@ -170,10 +170,10 @@ def attention_kernel(attn_type: str) -> Kernel:
         return kernel
 
     def core(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
-        return (reference if q.device.type == "cpu" else kernel).core(q, k, v, mask)
+        return (reference if q.is_cpu else kernel).core(q, k, v, mask)
 
     def mask(positions: Tensor, dtype: torch.dtype, num_keys: int, **options: Any) -> Any:
-        chosen = reference if positions.device.type == "cpu" else kernel
+        chosen = reference if positions.is_cpu else kernel
         return chosen.mask(positions, dtype, num_keys, **options)
 
     return Kernel(core, mask)
@@ -202,9 +202,14 @@ def _index_and_start(
 
 
 def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if CUDA's flash kernel supports these inputs."""
-    if not q.is_cuda or q.shape[-1] % 8:
+    """Return True if CUDA's flash kernel supports these inputs.
+
+    A device that only plans has no kernels, and stands for a GPU of compute capability 8.0 or newer.
+    """
+    if q.is_cpu or q.shape[-1] % 8:
         return False
+    if not q.is_cuda:
+        return q.dtype in _HALF
     params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
     return torch.backends.cuda.can_use_flash_attention(params)
 
@@ -214,7 +219,7 @@ def _compiled(function: Any, example: Tensor) -> Any:
 
     On CPU, where it has no backward, it runs uncompiled: enough to compare results.
     """
-    if torch.compiler.is_compiling() or not example.is_cuda:
+    if torch.compiler.is_compiling() or example.is_cpu:
         return function
     return _compile_once(function)
 

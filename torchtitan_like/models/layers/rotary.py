@@ -241,7 +241,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, pairs: Pairs = "halves") -> Tens
 
     pairs: the layout of the tables. The computation is in fp32 or wider, rounded once to x's dtype.
     """
-    if x.is_cuda and not torch.compiler.is_compiling():
+    if not x.is_cpu and not torch.compiler.is_compiling():
         rotated: Tensor = FusedRotation.apply(x, cos, sin, pairs)
         return rotated
     fp32_x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,153 @@
+"""The dry run allocates, computes and sends exactly what the trainer does on real CPU ranks."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.distributed import parity
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like import train
+from torchtitan_like.plan.dry_run import record_ranks
+from torchtitan_like.plan.ledger import find_peak, live_bytes
+from torchtitan_like.plan.record import Recorder, Recording, recording_in_place
+from torchtitan_like.preflight import load_checked
+
+NUM_STEPS = 2
+FSDP = "parallelism.data_parallel_shard_degree"
+REPLICAS = "parallelism.data_parallel_replicate_degree"
+TP = "parallelism.tensor_parallel_degree"
+CP = "parallelism.context_parallel_degree"
+PP = "parallelism.pipeline_parallel_degree"
+
+
+class Measured(NamedTuple):
+    """What is equal on a rank and in its dry run.
+
+    live: bytes at the end of each phase. sent: (operator, bytes, ranks) of each collective.
+    """
+
+    live: dict[str, int]
+    sent: Counter[tuple[str, int, int]]
+    flops: int
+    peak: int
+
+
+def measure(recording: Recording) -> Measured:
+    work = recording.between("optimizer", f"step {NUM_STEPS}")
+    peak = find_peak(recording)
+    assert peak is not None
+    return Measured(
+        live_bytes(recording),
+        Counter(
+            (item.op, item.num_bytes, item.group.size)
+            for item in work
+            if item.kind == "collective" and item.group is not None
+        ),
+        sum(item.flops for item in work),
+        peak.num_bytes,
+    )
+
+
+def record_trainer(argv: list[str]) -> Measured:
+    """Build the trainer of this rank and run its steps on real tensors."""
+    recorder = Recorder("cpu")
+
+    @contextmanager
+    def recording(mark: str = "") -> Iterator[None]:
+        with recorder, recording_in_place(recorder):
+            yield
+        if mark:
+            recorder.recording.mark(mark)
+
+    names = ("build_model", "build_optimizer", "build_balancer", "UpdateGate")
+    originals = {name: getattr(train, name) for name in names}
+    marks = {"build_model": "model"}
+    try:
+        for name, original in originals.items():
+
+            def build(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> Any:
+                with recording(marks.get(name, "")):
+                    return original(*args, **kwargs)
+
+            setattr(train, name, build)
+        trainer = parity.build(argv)
+    finally:
+        for name, original in originals.items():
+            setattr(train, name, original)
+    recorder.recording.mark("optimizer")
+    try:
+        for step in range(1, NUM_STEPS + 1):
+            fetched = trainer.fetch(step)
+            agreement = fetched.agreement.wait()
+            with recording():
+                trainer.train_step(step, fetched, agreement)
+                gc.collect()  # as the dry run does
+            recorder.recording.mark(f"step {step}")
+    finally:
+        parity.release(trainer)
+    return measure(recorder.recording)
+
+
+ALWAYS = "parallelism.fsdp_reshard_after_forward"
+AC = "activation_checkpoint.mode"
+AC_OP = {AC: "selective", "activation_checkpoint.selective_ac_option": "op"}
+ACCUMULATION = {"training.local_batch_size": 2}
+SCHEDULE = "parallelism.pipeline_parallel_schedule"
+METHOD = "parallelism.context_parallel_rotate_method"
+LAYERS = "model.args.n_layers"
+# Name -> (ranks, settings). The first ones run every time, all others in nightly runs.
+LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "fsdp": (2, ACCUMULATION),
+    "tp": (2, {TP: 2, **AC_OP}),
+    "pp": (2, {PP: 2}),
+    "one rank": (1, {}),
+    "one rank in bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
+    "fsdp, always reshard": (2, {ALWAYS: "always", AC: "full"}),
+    "fsdp, never reshard": (2, {ALWAYS: "never", **AC_OP}),
+    "fsdp in bfloat16": (2, {"training.mixed_precision_param": "bfloat16"}),
+    "ddp": (2, {REPLICAS: 2, FSDP: 1}),
+    "hsdp": (4, {REPLICAS: 2, **ACCUMULATION}),
+    "tp without sequence parallelism": (2, {TP: 2, "parallelism.enable_sequence_parallel": False}),
+    "tp, gathered logits": (2, {TP: 2, "parallelism.disable_loss_parallel": True}),
+    "fsdp x tp": (4, {TP: 2, AC: "selective"}),
+    "cp": (2, {CP: 2}),
+    "cp, ring": (2, {CP: 2, METHOD: "alltoall"}),
+    "cp, ulysses": (2, {CP: 2, METHOD: "ulysses"}),
+    "cp x tp": (4, {CP: 2, TP: 2}),
+    "pp x fsdp": (4, {PP: 2}),
+    "pp, interleaved": (2, {PP: 2, SCHEDULE: "Interleaved1F1B", LAYERS: 4}),
+    "pp, zero bubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
+    "optimizer in backward": (2, {"optimizer.early_step_in_backward": True}),
+    "simple_fsdp": (2, {"parallelism.data_parallel_impl": "simple_fsdp"}),
+    "activation offload": (2, {AC: "offload"}),
+    "chunked loss": (1, {"loss.chunk_mib": 1}),
+}
+EVERY_RUN = 3
+
+
+def cells() -> list[Any]:
+    return [
+        name if index < EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
+        for index, name in enumerate(LAYOUTS)
+    ]
+
+
+@pytest.mark.parametrize("layout", cells())
+def test_dry_run_equals_real_ranks(layout: str, tmp_path: Path) -> None:
+    num_ranks, settings = LAYOUTS[layout]
+    data_ranks = num_ranks // math.prod(int(settings.get(key, 1)) for key in (TP, CP, PP))
+    sizes = {"training.local_batch_size": 8 // data_ranks}
+    argv = parity.options(str(tmp_path / "run"), "float32", **sizes | settings)
+    real = run_ranks(record_trainer, num_ranks, argv)
+    config, _ = load_checked(argv, num_ranks, training=False)
+    dry = record_ranks(config, num_ranks, range(num_ranks), device_type="cpu", num_steps=NUM_STEPS)
+    for rank in range(num_ranks):
+        assert measure(dry[rank].recording) == real[rank], rank

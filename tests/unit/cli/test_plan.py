@@ -1,0 +1,59 @@
+"""`titan plan CONFIG`: the memory of a dry run, and its refusals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.cli import main as titan
+
+DEBUG = "debug_model.toml"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "--params is missing"),
+        (["--params", "8e9"], "--gpus is missing"),
+        ([DEBUG], "--world-size is missing"),
+        ([DEBUG, "--world-size", "2", "--params", "8e9"], "--params does not belong"),
+        (["--params", "8e9", "--gpus", "8", "--world-size", "8"], "--world-size does not belong"),
+        (["--params", "8e9", "--gpus", "8", "--training.steps", "8"], "--training.steps does not"),
+        ([DEBUG, "--world-size", "2", "--gpu", "h99"], "there is no GPU 'h99'"),
+        ([DEBUG, "--world-size", "2", "--rank-of-stage", "1"], "a pipeline rank from 0 to 0"),
+    ],
+)
+def test_wrong_arguments_return_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert titan(["plan", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_impossible_layout_returns_78(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [DEBUG, "--world-size", "3", "--parallelism.tensor_parallel_degree", "2"]
+    assert titan(["plan", *words]) == 78
+    assert "3 ranks" in capsys.readouterr().err
+
+
+def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Path) -> None:
+    tiny = tmp_path / "tiny.toml"
+    shipped = Path(__file__).parents[3] / "torchtitan_like/plan/gpus/h100-80g.toml"
+    tiny.write_text(shipped.read_text().replace("memory_gib = 79.1", "memory_gib = 2.1"))
+    words = [DEBUG, "--world-size", "4", "--parallelism.pipeline_parallel_degree", "2", "--json"]
+    command = [sys.executable, "-m", "torchtitan_like", "plan", *words, "--gpu", str(tiny)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr
+    plan = json.loads(result.stdout)
+    assert not plan["fits"]
+    assert [(rank["rank"], rank["stage"]) for rank in plan["ranks"]] == [(0, 0), (2, 1)]
+    for rank in plan["ranks"]:
+        parts = rank["by_category"]
+        assert sum(parts.values()) + rank["fragmentation"] == rank["reserved"]
+        # AdamW's two states are as large as the fp32 weights, except for the step counts.
+        assert 2 <= parts["optimizer"] / parts["parameters"] < 2.01
+    assert "logits and loss" in plan["ranks"][1]["by_category"]

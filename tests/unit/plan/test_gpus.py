@@ -1,0 +1,33 @@
+"""The shipped descriptions of GPUs are complete, and mistakes are explained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_like.monitor.flops import PEAK_FLOPS
+from torchtitan_like.plan.gpus import FOLDER, gpu_names, load_gpu
+
+
+@pytest.mark.parametrize("name", gpu_names())
+def test_each_gpu_has_plausible_sizes_and_the_peak_of_mfu(name: str) -> None:
+    gpu = load_gpu(name)
+    model, _, memory = name.partition("-")
+    assert 0.9 < gpu.memory_gib * 2**30 / (float(memory.rstrip("g")) * 1e9) < 1.08
+    assert gpu.peak_tflops["bfloat16"] * 1e12 == pytest.approx(PEAK_FLOPS[model.upper()], rel=0.006)
+    assert (FOLDER / f"{name}.toml").read_text().startswith("# ")  # its sources
+
+
+def test_an_unknown_gpu_lists_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="there is no GPU 'h100-80'.*a100-80g.*mean h100-80g"):
+        load_gpu("h100-80")
+
+
+def test_a_file_without_a_field_names_it(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('name = "own"\nmemory_gib = 16\n')
+    with pytest.raises(ValueError, match="hbm_tb_s.*correct the file"):
+        load_gpu(str(path))
+    path.write_text((FOLDER / "a100-80g.toml").read_text())
+    assert load_gpu(str(path)).memory_gib == load_gpu("a100-80g").memory_gib

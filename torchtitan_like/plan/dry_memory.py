@@ -1,0 +1,54 @@
+"""Answer what memory a configuration needs on a GPU, with dry runs of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchtitan_like.config import JobConfig
+from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
+from torchtitan_like.plan.dry_run import dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.ledger import RankMemory, memory_of
+from torchtitan_like.util.units import MIB
+
+
+def plan_memory(
+    config: JobConfig, world_size: int, gpu: Gpu, stages: Sequence[int] | None = None
+) -> list[RankMemory]:
+    """Return the memory of one rank of each pipeline rank in `stages`; None: of all.
+
+    Raises RuntimeError if the configuration does not train.
+    """
+    ranks = ranks_of_stages(dims_of(config, world_size))
+    chosen = ranks if stages is None else [ranks[stage] for stage in stages]
+    workspace = round(gpu.cublas_workspace_mib * MIB)
+    runs = record_ranks(config, world_size, chosen, matmul_workspace=workspace)
+    return [memory_of(runs[rank]) for rank in chosen]
+
+
+def unsupported(config: JobConfig) -> str:
+    """Return why this configuration cannot be dry-run; "" if it can."""
+    if config.parallelism.expert_parallel_degree > 1:
+        return (
+            f"parallelism.expert_parallel_degree = {config.parallelism.expert_parallel_degree}: the "
+            "rows that ranks exchange depend on values, which a dry run does not have. Expected 1: "
+            "plan it with --parallelism.expert_parallel_degree 1, which shards the experts with FSDP"
+        )
+    return ""
+
+
+def assumptions(config: JobConfig) -> list[str]:
+    """Return what a dry run of this configuration assumes or leaves out."""
+    notes = []
+    model = config.model
+    spec = get_spec(model.name)
+    if has_experts(spec, resolve_args(spec, model.flavor, model.args)):
+        notes.append("tokens are routed evenly to all experts; uneven routing needs more memory")
+    if config.compile.enable:
+        notes.append(
+            "compile.enable: memory is that of the eager model, which is an upper bound: fused "
+            "operators keep fewer activations"
+        )
+    if config.parallelism.enable_async_tensor_parallel:
+        notes.append("enable_async_tensor_parallel: its buffers are not modeled")
+    return notes

@@ -1,0 +1,261 @@
+"""Run the trainer's own steps of one rank on a device that does not exist, and record them."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from torchtitan_like.build import (
+    BatchGeometry,
+    batch_geometry,
+    build_balancer,
+    build_model,
+    build_optimizer,
+    longest_sequence,
+    model_sections,
+)
+from torchtitan_like.config import JobConfig
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.data.tokens.encoding import num_cores
+from torchtitan_like.distributed.data_parallel import GradientSync
+from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
+from torchtitan_like.distributed.world import World
+from torchtitan_like.feed import Feed
+from torchtitan_like.models.layers.moe import choose_in_turn
+from torchtitan_like.models.spec import get_spec, has_experts, needs_positions, resolve_args
+from torchtitan_like.optim.optimizer import Optimizer
+from torchtitan_like.plan.fake import DEVICE_TYPE, faking, join_fake_world, register_device
+from torchtitan_like.plan.record import Recorder, Recording
+from torchtitan_like.resilience.nonfinite import UpdateGate
+from torchtitan_like.step import StepRunner
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """The recording of one rank."""
+
+    rank: int
+    dims: ParallelDims
+    recording: Recording
+
+
+def dims_of(config: JobConfig, world_size: int) -> ParallelDims:
+    """Return the degrees of a configuration that preflight has checked."""
+    model = config.model
+    spec = get_spec(model.name)
+    is_moe = has_experts(spec, resolve_args(spec, model.flavor, model.args))
+    dims, errors = resolve_degrees(config.parallelism, world_size, has_experts=is_moe)
+    assert dims is not None, errors
+    return dims
+
+
+def ranks_of_stages(dims: ParallelDims) -> list[int]:
+    """Return one rank of each pipeline rank. The first shards and chunks are the largest."""
+    return [stage * (dims.world_size // dims.pp) for stage in range(dims.pp)]
+
+
+def record_rank(
+    config: JobConfig,
+    world_size: int,
+    rank: int,
+    *,
+    device_type: str = DEVICE_TYPE,
+    matmul_workspace: int = 0,
+    num_steps: int = 2,
+) -> DryRun:
+    """Build the model of one rank and train `num_steps` steps under fake tensors.
+
+    Call it in a process of its own: the process groups and the device remain.
+
+    device_type: "dryrun" takes the code paths of a GPU, "cpu" those of a CPU rank.
+    matmul_workspace: see `Recorder`.
+    """
+    config = _as_dry_run(config)
+    dims = dims_of(config, world_size)
+    recorder = Recorder(device_type, matmul_workspace)
+    device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)
+    sections = model_sections(config)
+    with faking(recorder) as fake:
+        world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
+        _record_steps(config, world, recorder, num_steps)
+    return DryRun(rank, dims, recorder.recording)
+
+
+def _as_dry_run(config: JobConfig) -> JobConfig:
+    """Return the configuration without what has no meaning on fake tensors.
+
+    No random numbers are drawn, so no state of a generator is kept. Nothing is compiled.
+    """
+    updates: dict[str, dict[str, object]] = {
+        "activation_checkpoint": {"preserve_rng_state": False},
+        "compile": {"enable": False},
+        "parallelism": {"enable_async_tensor_parallel": False},
+    }
+    return config.model_copy(
+        update={
+            name: getattr(config, name).model_copy(update=changes)
+            for name, changes in updates.items()
+        }
+    )
+
+
+def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps: int) -> None:
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    geometry = batch_geometry(
+        config.training, world.dims, num_groups=config.fault_tolerance.share[1]
+    )
+    sections = model_sections(config)
+    num_sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
+    with recorder.allocating("parameters"):
+        model = build_model(
+            sections,
+            config.loss,
+            world,
+            spec,
+            args,
+            max_seq_len=longest_sequence(config.training, config.validation),
+            num_samples=geometry.samples_per_rank,
+            with_tokens=num_sources > 0,
+            settings=config.extra_sections,
+        )
+    for part in model.parts:
+        for buffer in part.buffers():
+            recorder.assign(buffer, "other")
+    recorder.recording.mark("model")
+    with world.allocating(), recorder.allocating("optimizer"):
+        optimization = build_optimizer(
+            config.optimizer,
+            config.lr_scheduler,
+            model.parts,
+            world,
+            spec,
+            total_steps=config.training.steps,
+            sections=sections,
+            seed=0,
+            settings=config.extra_sections,
+        )
+        balancer = build_balancer(model.parts, world, config.parallelism)
+        if balancer is not None:
+            choose_in_turn(model.parts)
+        gate_device = optimization.optimizer.parameters[0].device
+        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {})
+    recorder.recording.mark("optimizer")
+    runner = StepRunner(
+        world,
+        0,
+        model,
+        optimization,
+        balancer,
+        GradientSync(model.parts[0], world.dims),
+        Feed(world, model.context),
+        gate.gate,
+        config.training.max_norm,
+        num_sources=num_sources,
+        on_micro_batch=lambda micro: None,
+        order_updates=lambda: None,
+    )
+    _record_gradients(optimization.optimizer, recorder)
+    with world.allocating(), recorder.following(model.parts, spec.last_modules[-1:]):
+        for step in range(1, num_steps + 1):
+            recorder.num_muted += 1  # the data loader's memory is the host's
+            batch = _batch(config, geometry, with_positions=needs_positions(args))
+            recorder.num_muted -= 1
+            num_tokens = geometry.global_batch_size * config.training.seq_len
+            runner.compute_gradients(step, batch, num_tokens, num_tokens=num_tokens)
+            runner.update(is_logged=True)
+            gate.record(step)
+            gc.collect()  # what only reference cycles hold is not part of a step
+            recorder.recording.mark(f"step {step}")
+
+
+def _record_gradients(optimizer: Optimizer, recorder: Recorder) -> None:
+    """Let the recorder know the gradients, and when the update begins and ends."""
+    clip, update = optimizer.clip_gradients, optimizer.step
+
+    def clip_and_record(max_norm: float) -> torch.Tensor:
+        for parameter in optimizer.parameters:
+            if parameter.grad is not None:
+                recorder.assign(parameter.grad, "gradients")
+        with recorder.updating():
+            return clip(max_norm)
+
+    def update_and_record(skip: torch.Tensor) -> None:
+        with recorder.updating():
+            update(skip)
+
+    optimizer.clip_gradients = clip_and_record  # type: ignore[method-assign]
+    optimizer.step = update_and_record  # type: ignore[method-assign]
+
+
+def _batch(config: JobConfig, geometry: BatchGeometry, *, with_positions: bool) -> Batch:
+    """Return a batch without values, in the shape of a step's."""
+    rows = geometry.num_micro_batches, geometry.local_batch_size
+    tokens = torch.zeros(*rows, config.training.seq_len, dtype=torch.int64)
+    return Batch(
+        tokens=tokens,
+        labels=torch.zeros_like(tokens),
+        sources=torch.zeros(rows, dtype=torch.int64),
+        num_valid_tokens=tokens.numel(),
+        digest=0,
+        first_samples=[micro * rows[1] for micro in range(rows[0])],
+        position=0,
+        num_samples=geometry.global_batch_size,
+        positions=torch.zeros_like(tokens) if with_positions else None,
+    )
+
+
+def record_ranks(
+    config: JobConfig, world_size: int, ranks: Iterable[int], **options: Any
+) -> dict[int, DryRun]:
+    """Return `record_rank` of several ranks, each in a child process, as many at a time as cores.
+
+    Raises RuntimeError with the traceback of a rank that fails.
+    """
+    context = multiprocessing.get_context("fork")
+    waiting, runs = list(ranks), {}
+    while waiting:
+        now, waiting = waiting[: num_cores()], waiting[num_cores() :]
+        children: dict[int, tuple[Any, Connection]] = {}
+        for rank in now:
+            receiving, sending = context.Pipe(duplex=False)
+            child = context.Process(
+                target=_send_recording, args=(sending, config, world_size, rank, options)
+            )
+            child.start()
+            sending.close()
+            children[rank] = child, receiving
+        for rank, (child, receiving) in children.items():
+            runs[rank] = _receive(rank, child, receiving)
+    return runs
+
+
+def _send_recording(
+    sending: Connection, config: JobConfig, world_size: int, rank: int, options: dict[str, Any]
+) -> None:
+    try:
+        sending.send(record_rank(config, world_size, rank, **options))
+    except Exception:
+        sending.send(traceback.format_exc())
+
+
+def _receive(rank: int, child: Any, receiving: Connection) -> DryRun:
+    try:
+        outcome = receiving.recv()
+    except EOFError:
+        child.join()
+        raise RuntimeError(
+            f"the dry run of rank {rank} died with exit code {child.exitcode}. Expected a "
+            "recording: free memory of this machine, or plan fewer layers"
+        ) from None
+    child.join()
+    if not isinstance(outcome, DryRun):
+        raise RuntimeError(f"the dry run of rank {rank} failed:\n{outcome}")
+    return outcome

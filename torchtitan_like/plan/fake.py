@@ -1,0 +1,402 @@
+"""A device and peers that do not exist, on which the trainer's own code runs without computing.
+
+The device "dryrun" is torch's extension device (PrivateUse1), so it works with any build of torch.
+Its tensors are fake: they have shapes and storages without memory. Its streams and events write
+every wait that FSDP2 issues into the recording. Collectives of the fake process group return at
+once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
+from torchtitan_like.plan.record import Recorder, recording_in_place
+
+DEVICE_TYPE = "dryrun"
+
+
+# ---- streams
+
+
+class FakeStream:
+    """A stream that orders work items of the recording."""
+
+    def __init__(self, recorder: Recorder, index: int) -> None:
+        self.index = index
+        self._recorder = recorder
+
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent(self._recorder)
+        return event.record(self)
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self._recorder.wait(self.index, event.item)
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self._recorder.wait(self.index, self._recorder.last_item(stream.index))
+
+    def synchronize(self) -> None:
+        """Return: the host never waits."""
+
+
+class FakeEvent:
+    """The position of a stream. item: the last work item before it; -1 for none."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.item = -1
+        self._recorder = recorder
+
+    def record(self, stream: FakeStream | None = None) -> FakeEvent:
+        index = self._recorder.stream if stream is None else stream.index
+        self.item = self._recorder.last_item(index)
+        return self
+
+    def wait(self, stream: FakeStream | None = None) -> None:
+        index = self._recorder.stream if stream is None else stream.index
+        self._recorder.wait(index, self.item)
+
+    def synchronize(self) -> None:
+        """Return: the host never waits."""
+
+    def query(self) -> bool:
+        return True
+
+
+class FakeDeviceModule:
+    """What `torch.cuda` is for GPUs, for the device "dryrun"."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        # Outside of the fake mode, FSDP2 makes tensors without elements. They are the only real ones.
+        self._library = torch.library.Library("aten", "IMPL")
+        self._library.impl("empty.memory_format", _empty, "PrivateUse1")
+        self._streams = [FakeStream(recorder, recorder.stream)]
+
+    def Stream(self, *args: Any, priority: int = 0, **kwargs: Any) -> FakeStream:
+        index = self._recorder.add_stream(f"stream {len(self._streams)}")
+        self._streams.append(FakeStream(self._recorder, index))
+        return self._streams[-1]
+
+    def Event(self, *args: Any, **kwargs: Any) -> FakeEvent:
+        return FakeEvent(self._recorder)
+
+    def current_stream(self, *args: Any) -> FakeStream:
+        return self._streams[self._recorder.stream]
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self._recorder.stream = self._recorder.stream, stream.index
+        try:
+            yield
+        finally:
+            self._recorder.stream = before
+
+    def current_device(self) -> int:
+        return 0
+
+    def device_count(self) -> int:
+        return 1
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def set_device(self, device: Any) -> None:
+        """Return: there is one device."""
+
+    def synchronize(self, *args: Any) -> None:
+        """Return: the host never waits."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, *args: Any) -> Tensor:
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_rng_state(self, *args: Any) -> None:
+        """Return: nothing is drawn."""
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Return: nothing is drawn."""
+
+    def _is_in_bad_fork(self) -> bool:
+        return False
+
+
+def _empty(size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Tensor:
+    if math.prod(size) > 0:
+        raise NotImplementedError(
+            f"a real tensor {tuple(size)} on the device {DEVICE_TYPE}, which has no memory: expected "
+            "a fake one; allocate it within World.allocating"
+        )
+    return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
+
+
+def register_device(recorder: Recorder) -> torch.device:
+    """Make the device "dryrun" known to torch, for the rest of this process.
+
+    Raises RuntimeError if torch's extension device is in use by another package.
+    """
+    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=FakeDeviceModule(recorder))
+    return torch.device(DEVICE_TYPE, 0)
+
+
+# ---- kernels
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention in half precision without a mask, else memory-efficient attention."""
+    ops = torch.ops.aten
+    is_flash = attn_mask is None and q.dtype in (torch.float16, torch.bfloat16)
+    out: Tensor
+    if is_flash and q.shape[-1] == v.shape[-1]:
+        out = ops._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
+    else:
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*q.shape[:-1], k.shape[-2])
+        out = ops._scaled_dot_product_efficient_attention(
+            q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale
+        )[0]
+    return out
+
+
+def _rms_norm(
+    x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    out: Tensor = _FusedRMSNorm.apply(x, weight)
+    return out
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """One kernel forward and one backward, which save the input and 1/rms in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        y: Tensor
+        y, inverse_rms = torch.ops.torchtitan_like.planned_rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, inverse_rms)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight, inverse_rms = ctx.saved_tensors
+        d_x, d_weight = torch.ops.torchtitan_like.planned_rms_norm_backward(
+            grad, x, weight, inverse_rms
+        )
+        return d_x, d_weight if weight is not None else None
+
+
+@torch.library.custom_op("torchtitan_like::planned_rms_norm", mutates_args=())
+def _planned_rms_norm(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("planned_rms_norm has no kernel. It runs on fake tensors only")
+
+
+@_planned_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+@torch.library.custom_op("torchtitan_like::planned_rms_norm_backward", mutates_args=())
+def _planned_rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor
+) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("planned_rms_norm has no kernel. It runs on fake tensors only")
+
+
+@_planned_rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor | None, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    d_weight = x.new_empty(0) if weight is None else torch.empty_like(weight)
+    return torch.empty_like(x), d_weight
+
+
+# The kernels of a GPU for functions of torch. Torch chooses by device, and decomposes these
+# functions on a device without kernels of its own.
+_KERNELS: dict[str, Callable[..., Tensor]] = {
+    "scaled_dot_product_attention": _attention,
+    "rms_norm": _rms_norm,
+}
+
+
+@contextmanager
+def _using_gpu_kernels() -> Iterator[None]:
+    module: Any = F
+    originals = {name: getattr(module, name) for name in _KERNELS}
+
+    def choosing(kernel: Any, original: Any) -> Any:
+        def call(x: Tensor, *args: Any, **kwargs: Any) -> Any:
+            chosen = kernel if x.device.type == DEVICE_TYPE else original
+            return chosen(x, *args, **kwargs)
+
+        return call
+
+    for name, original in originals.items():
+        setattr(module, name, choosing(_KERNELS[name], original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
+# ---- ranks
+
+
+class MirrorGroup(HostGroup):
+    """A group of hosts whose missing members have the values of this rank."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__([0], timedelta(0))
+        self.size = size
+        self._rank = rank
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    def sum_async(self, values: list[int]) -> PendingSum:
+        return PendingSum(torch.tensor(values, dtype=torch.int64) * self.size, None)
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.stack([rows] * self.size)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def broadcast_object(self, value: Any) -> Any:
+        return value
+
+
+def join_fake_world(
+    dims: ParallelDims,
+    rank: int,
+    device: torch.device,
+    allocating: Callable[[], Any],
+    *,
+    needs_mesh: bool,
+) -> World:
+    """Return the world of one rank whose peers do not exist. Call it once per process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    timeout = timedelta(seconds=60)
+    has_groups = dims.world_size > 1 or needs_mesh
+    if has_groups:
+        backends = ",".join(sorted({f"{kind}:fake" for kind in ("cpu", device.type)}))
+        dist.init_process_group(
+            backends, rank=rank, world_size=dims.world_size, store=FakeStore(), timeout=timeout
+        )
+    world = World(
+        rank=rank,
+        local_rank=0,
+        dims=dims,
+        device=device,
+        mesh=None,
+        experts_mesh=None,
+        step_group=MirrorGroup(rank, dims.world_size),
+        checkpoint_group=MirrorGroup(rank, dims.world_size),
+        owns_default_group=has_groups,
+        allocating=allocating,
+    )
+    if has_groups:
+        ranks = list(range(dims.world_size))
+        groups = build_device_groups(rank, dims, device.type, ranks=ranks, timeout=timeout)
+        world.mesh = groups.mesh
+        world.experts_mesh = groups.experts_mesh
+        world.all_ranks = groups.all_ranks
+        world.groups = groups.by_name
+        world.neighbor_groups = groups.neighbors
+    return world
+
+
+class _Message:
+    """A message in progress, which holds its tensor: gloo until it is deleted, NCCL until `wait`."""
+
+    def __init__(self, recorder: Recorder, tensor: Tensor) -> None:
+        self._recorder = recorder
+        self._item = recorder.last_item(recorder.stream)
+        self._tensor: Tensor | None = tensor
+
+    def wait(self, *timeout: Any) -> bool:
+        self._recorder.wait_for_collective(self._item)
+        if self._tensor is not None and not self._tensor.is_cpu:
+            self._tensor = None
+        return True
+
+
+@contextmanager
+def _holding_messages(recorder: Recorder) -> Iterator[None]:
+    """Let `isend` and `irecv` return messages that hold their tensors; fake ones hold nothing."""
+    module: Any = dist.distributed_c10d
+    package: Any = dist
+    originals = {name: getattr(module, name) for name in ("isend", "irecv")}
+
+    def holding(function: Any) -> Any:
+        def start(tensor: Tensor, *args: Any, **kwargs: Any) -> _Message:
+            function(tensor, *args, **kwargs)
+            return _Message(recorder, tensor)
+
+        return start
+
+    for name, original in originals.items():
+        setattr(module, name, holding(original))
+        setattr(package, name, getattr(module, name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+            setattr(package, name, original)
+
+
+class _FakeMode(FakeTensorMode):
+    """Constants of `torch.tensor` never reach the device. Page-locked memory is a copy."""
+
+    avoid_device_init = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._pin_memory.default:  # torch has no fake implementation
+            func, args, kwargs = torch.ops.aten.clone.default, args[:1], {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@contextmanager
+def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
+    """Yield the context in which tensors are fake, kernels are a GPU's, and both are recorded."""
+    fake_mode = _FakeMode(allow_non_fake_inputs=True)
+
+    @contextmanager
+    def enter() -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(fake_mode)
+            stack.enter_context(recorder)
+            stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+            yield
+
+    with recording_in_place(recorder), _holding_messages(recorder), _using_gpu_kernels():
+        yield enter

@@ -1,0 +1,81 @@
+"""Print the memory of a dry run: a table of the ranks, and JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.ledger import RankMemory
+from torchtitan_like.plan.record import CATEGORIES
+from torchtitan_like.util.units import GIB
+
+# Memory of a GPU that PyTorch's allocator does not manage: the CUDA context and NCCL's buffers. An
+# assumption: it depends on the driver, and on the number of communicators.
+OUTSIDE_GIB = 2.0
+
+
+def needed_gib(memory: RankMemory) -> float:
+    """Return the memory of a GPU that a rank takes, GiB."""
+    return memory.reserved / GIB + OUTSIDE_GIB
+
+
+def fits(memories: Sequence[RankMemory], gpu: Gpu) -> bool:
+    """Return True if every rank fits on the GPU."""
+    return all(needed_gib(memory) <= gpu.memory_gib for memory in memories)
+
+
+def verdict(memories: Sequence[RankMemory], gpu: Gpu) -> str:
+    """Return a sentence on whether the fullest rank fits."""
+    fullest = max(memories, key=needed_gib)
+    needed = needed_gib(fullest)
+    answer = "fits" if needed <= gpu.memory_gib else "does not fit"
+    return (
+        f"{gpu.name}: {needed:.1f} of {gpu.memory_gib:.1f} GiB "
+        f"({100 * needed / gpu.memory_gib:.0f} %) on the fullest rank, {fullest.rank}: {answer}"
+    )
+
+
+def lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Iterator[str]:
+    """Yield the lines that `titan plan X.toml` prints.
+
+    notes: what the dry run assumes.
+    """
+    has_stages = len(memories) > 1
+    titles = [f"stage {memory.stage}" if has_stages else "GiB" for memory in memories]
+    yield f"{'GiB at the peak of a step' if has_stages else '':34}" + "".join(
+        f"{title:>10}" for title in titles
+    )
+    for category in CATEGORIES:
+        values = [memory.by_category.get(category, 0) for memory in memories]
+        if any(values):
+            yield _row(category, values)
+    yield _row("= active (live tensors)", [sum(m.by_category.values()) for m in memories])
+    yield _row("rounding and other streams' pools", [m.fragmentation for m in memories])
+    yield _row("= reserved by the allocator", [m.reserved for m in memories])
+    yield _row("CUDA context and NCCL (assumed)", [round(OUTSIDE_GIB * GIB)] * len(memories))
+    if any(memory.host for memory in memories):
+        yield _row("host memory of tensors, each rank", [m.host for m in memories])
+    yield ""
+    for memory in memories:
+        yield f"Rank {memory.rank}: the peak is in {memory.moment}"
+    for note in notes:
+        yield f"Note: {note}"
+    yield verdict(memories, gpu)
+
+
+def _row(title: str, values: Sequence[int]) -> str:
+    return f"{title:34}" + "".join(f"{value / GIB:10.2f}" for value in values)
+
+
+def as_json(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> dict[str, Any]:
+    """Return what `--json` prints. All sizes are bytes."""
+    return {
+        "gpu": gpu.key,
+        "gpu_bytes": round(gpu.memory_gib * GIB),
+        "outside_allocator_bytes": round(OUTSIDE_GIB * GIB),
+        "fits": fits(memories, gpu),
+        "ranks": [asdict(memory) | {"fragmentation": memory.fragmentation} for memory in memories],
+        "notes": list(notes),
+    }

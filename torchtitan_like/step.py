@@ -1,0 +1,150 @@
+"""One training step of one rank: forward, backward, clipping, update.
+
+`Trainer` runs it on data, and `plan` under fake tensors. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from torchtitan_like.build import OptimizerParts
+from torchtitan_like.data.batches.batch import Batch
+from torchtitan_like.distributed.data_parallel import GradientSync
+from torchtitan_like.distributed.determinism import derive_seed, seed_device
+from torchtitan_like.distributed.parallelize import Built
+from torchtitan_like.distributed.world import World
+from torchtitan_like.feed import Feed, Tokens
+from torchtitan_like.models.layers.head import LossWithMTP, total_of
+from torchtitan_like.optim.balancing import ExpertBalancer
+from torchtitan_like.optim.loss import sum_by_source
+
+
+class StepLosses(NamedTuple):
+    """This rank's shares of a step's losses: sums over its tokens / valid tokens of all ranks.
+
+    loss: 0-dim. by_source: (sources,) float64. mtp: of multi-token prediction, 0-dim, or None.
+    """
+
+    loss: torch.Tensor
+    by_source: torch.Tensor
+    mtp: torch.Tensor | None
+
+
+class Update(NamedTuple):
+    """grad_norm: before clipping. skip: 1 if the update was skipped, else 0. 0-dim, equal on all ranks."""
+
+    grad_norm: torch.Tensor
+    skip: torch.Tensor
+
+
+@dataclass
+class StepRunner:
+    """The parts of a rank that a step uses, and the order in which it uses them.
+
+    gate: decides from the gradient norm whether to skip the update; see `UpdateGate.gate`.
+    balancer: None for a dense model.
+    num_sources: of the data whose losses are wanted separately; 0: none.
+    on_micro_batch: is called with the number of each micro-batch before its forward.
+    order_updates: is called before weights change; see `Checkpointer.order_updates`.
+    """
+
+    world: World
+    seed: int
+    model: Built
+    optimization: OptimizerParts
+    balancer: ExpertBalancer | None
+    gradient_sync: GradientSync
+    feed: Feed
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    max_norm: float
+    num_sources: int
+    on_micro_batch: Callable[[int], None]
+    order_updates: Callable[[], None]
+
+    def compute_gradients(
+        self, step: int, batch: Batch, num_valid: int, *, num_tokens: int
+    ) -> tuple[StepLosses, Tokens]:
+        """Run forward and backward of every micro-batch of a step.
+
+        num_valid: labels of the step on all ranks that are not ignored.
+        num_tokens: of the step on all ranks.
+        Returns the losses, and the batch on the host as this rank has used it.
+        """
+        optimizer = self.optimization.optimizer
+        optimizer.scale_lr(self.optimization.schedule.factor(step))
+        optimizer.zero_grad()
+        if not optimizer.is_atomic:  # the backward updates
+            self.order_updates()
+        if self.balancer is not None:
+            self.balancer.prepare(num_tokens)
+        local = self.feed.shard(batch)
+        return self._run_micro_batches(batch, local, max(1, num_valid)), local
+
+    def update(self, *, is_logged: bool) -> Update:
+        """Clip the gradients, and update the weights unless the gate skips it.
+
+        is_logged: the step's metrics of experts are read.
+        """
+        optimizer = self.optimization.optimizer
+        grad_norm = optimizer.clip_gradients(self.max_norm)
+        skip = self.gate(grad_norm)
+        self.order_updates()
+        optimizer.step(skip=skip)
+        if self.balancer is not None:
+            self.balancer.update(skip, is_logged=is_logged)
+        if self.optimization.after_update is not None:
+            self.optimization.after_update()
+        return Update(grad_norm, skip)
+
+    def _run_micro_batches(self, batch: Batch, local: Tokens, num_valid: int) -> StepLosses:
+        """Run forward and backward of all micro-batches.
+
+        The loss of a micro-batch is the sum of its token losses over the *global* number of valid
+        tokens of the step. Gradients are summed over ranks. The update therefore equals the update
+        for one mean over all tokens, on any topology. The loss of multi-token prediction is divided
+        by the same number; `loss` does not contain it.
+
+        The model computes the loss in chunks, so that no logits outlive the forward pass.
+        """
+        device = self.world.device
+        by_source = torch.zeros(self.num_sources, dtype=torch.float64, device=device)
+        sources = self.world.to_device(batch.sources) if self.num_sources else None
+        if self.model.pipeline is not None:
+            pipeline = self.model.pipeline
+            seed = derive_seed(self.seed, batch.first_samples[0], pipeline.stage_numbers)
+            seed_device(seed, device)
+            loss, token_losses = pipeline.step(*self.feed.to_device(local, slice(None)), num_valid)
+            if sources is not None and token_losses is not None:
+                by_source = sum_by_source(token_losses, sources.flatten(), self.num_sources)
+            return StepLosses(loss, by_source, None)
+        losses: list[torch.Tensor] = []
+        mtp_losses: list[torch.Tensor] = []
+        for micro in range(len(batch.first_samples)):
+            self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
+            self.on_micro_batch(micro)
+            seed_device(derive_seed(self.seed, batch.first_samples[micro]), device)
+            output = self.model.parts[0](*self.feed.to_device(local, micro))
+            mtp = None
+            if isinstance(output, LossWithMTP):
+                output, mtp, mtp_weight = output
+            if sources is not None:
+                by_source = by_source + sum_by_source(
+                    output.tokens, sources[micro], self.num_sources
+                )
+            share = total_of(output) / num_valid
+            losses.append(share.detach())
+            if mtp is not None:
+                mtp_share = mtp / num_valid
+                mtp_losses.append(mtp_share.detach())
+                share = share + mtp_weight * mtp_share
+            # A non-finite loss must reach every gradient, and so the global norm, on every rank.
+            share.backward(share.detach() * 0 + 1)  # 1, or NaN
+        return StepLosses(
+            sum(losses[1:], start=losses[0]),
+            by_source,
+            sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
+        )
