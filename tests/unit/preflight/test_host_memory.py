@@ -45,6 +45,7 @@ def test_states_are_counted_as_the_optimizers_build_them(
         local_positions,
         torch.device("cpu"),
         seed=0,
+        settings={},
     )
     optimizer = build_optimizer([(MATRIX, matrix)], section, surroundings)
     tensors = [value for value in optimizer.state_dict().values() if value.shape == matrix.shape]
