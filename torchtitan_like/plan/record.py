@@ -78,6 +78,7 @@ class WorkItem(NamedTuple):
     """One item of work; see the table at the top of the module.
 
     stream: index in `Recording.streams`. module: fqn of the module whose forward or backward it is.
+    pass_: "recomputation" is the forward of a checkpointed block within the backward.
     flops: 2 for each multiplication with an addition. num_bytes: read and written; of a collective,
     the bytes of the largest tensor (gathered, reduced or scattered as a whole).
     shapes: of the operands. reads, writes: (id of the storage, bytes of the tensor).
@@ -507,7 +508,7 @@ class Recorder(TorchDispatchMode):
                 writes=self._ids(outputs),
             )
         )
-        if operator.name == "_chunk_cat" or operator.name == "chunk_cat":
+        if operator.name in ("chunk_cat", "_chunk_cat"):  # FSDP2 joins gradients to reduce them
             for tensor in inputs:
                 if tensor is not kwargs.get("out") and self.id_of(tensor):
                     self.recording.categories.setdefault(self.id_of(tensor), "gradients")
