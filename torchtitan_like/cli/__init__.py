@@ -175,10 +175,20 @@ COMMANDS = (
         "download", "Data and models", "download a model from the Hugging Face Hub", "download"
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
-    Command("node", "Nodes", "check machines and measure their network", verbs=NODE),
-    Command("lighthouse", "Nodes", "tell replica groups which of them are alive", "lighthouse"),
-    Command("slurm", "Nodes", "write batch scripts, watch jobs", verbs=SLURM),
-    Command("k8s", "Nodes", "write files of Kubernetes jobs, run their pods", verbs=K8S),
+    Command("node", "Machines and shell", "check machines and measure their network", verbs=NODE),
+    Command(
+        "lighthouse", "Machines and shell", "track which replica groups are alive", "lighthouse"
+    ),
+    Command("slurm", "Machines and shell", "write batch scripts, watch jobs", verbs=SLURM),
+    Command(
+        "k8s", "Machines and shell", "write files of Kubernetes jobs, run their pods", verbs=K8S
+    ),
+    Command(
+        "completion",
+        "Machines and shell",
+        "print a script that completes titan commands",
+        "completion",
+    ),
     Command(
         "ckpt",
         "Checkpoints",
@@ -189,7 +199,6 @@ COMMANDS = (
         "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
     ),
     Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "eval"),
-    Command("completion", "Shell", "print a script that completes titan commands", "completion"),
 )
 
 

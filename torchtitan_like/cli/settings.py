@@ -14,7 +14,8 @@ from torchtitan_like.util.bundle import find_config
 class HelpWithSettings(argparse.Action):
     """``--help``: print the options of the command, then all settings of a configuration.
 
-    A config file in front of it may import a module that registers names and sections.
+    A config file in front of it, where the command takes one, may import a module that registers
+    names and sections.
     """
 
     def __init__(self, option_strings: Sequence[str], dest: str, **_unused: object) -> None:
@@ -30,7 +31,7 @@ class HelpWithSettings(argparse.Action):
         from torchtitan_like.util.modules import searching_modules_in
         from torchtitan_like.util.output import show_error
 
-        argv = with_config(namespace.config, [], show_error)
+        argv = with_config(getattr(namespace, "config", None), [], show_error)
         with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
             for problem in import_extensions(argv):
                 show_error(str(problem))

@@ -50,7 +50,7 @@ def test_options_and_settings_are_completed(script: Path) -> None:
     assert "--keep" in complete(script, "titan", "data", "tiny", "tokenizer", "--")
     settings = complete(script, "titan", "train", "X.toml", "--training.st")
     assert settings == {"--training.steps"}
-    assert complete(script, "titan", "plan", "--training.st") == set()
+    assert complete(script, "titan", "node", "check", "--training.st") == set()
 
 
 def test_files_are_left_to_the_shell(script: Path) -> None:
