@@ -9,16 +9,19 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_like.build import build_checkpointer
+from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import weight_hash
-from torchtitan_like.distributed.world import LaunchedAs
+from torchtitan_like.distributed.world import LaunchedAs, build_mesh
 from torchtitan_like.launch import join, read_config
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
@@ -47,6 +50,12 @@ class Trace:
     loads: list[ExpertLoads] = field(default_factory=list)
     choices: list[np.ndarray] = field(default_factory=list)
     expert_state: list[dict[str, np.ndarray]] = field(default_factory=list)
+
+
+def weights_mesh(dims: ParallelDims) -> DeviceMesh:
+    """Build the mesh of the weights over all ranks, for tests without a trainer."""
+    ranks = range(dims.world_size)
+    return build_mesh("cpu", dims.weights_shape(), ranks=ranks, timeout=timedelta(minutes=1))
 
 
 def options(folder: str, dtype: str, **overrides: object) -> list[str]:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.distributed.parity import full, options, run_cell
+from tests.distributed.parity import full, options, run_cell, weights_mesh
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import Float8Linear
 from torchtitan_like.distributed.data_parallel import apply_data_parallel
@@ -81,7 +81,7 @@ def train(section, dims, param_dtype):
         settings = Float8Linear(**{"emulate": True, **section})
         convert_to_float8(model, settings, num_shards=dims.dp_shard, tp=1, compiled=False)
         rescale = after_optimizer_step([model], settings)
-    blocks, mesh = find_blocks(model, spec).values(), dims.build_mesh("cpu")
+    blocks, mesh = find_blocks(model, spec).values(), weights_mesh(dims)
     types = {"param_dtype": param_dtype, "reduce_dtype": "float32"}
     apply_data_parallel(
         model, spec, blocks, mesh, dims, **types, reshard="never", cpu_offload=False

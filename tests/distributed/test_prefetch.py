@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import functools
-from datetime import timedelta
 
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from tests.distributed.parity import weights_mesh
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.distributed.data_parallel import apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.parallelize import find_blocks
-from torchtitan_like.distributed.world import build_mesh
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 NUM_BLOCKS = 4
@@ -36,7 +35,7 @@ def gathers_and_gradients(depth: int) -> tuple[list[str], list[str], list[torch.
         model,
         spec,
         blocks,
-        build_mesh("cpu", dims.weights_shape(), ranks=[0, 1], timeout=timedelta(minutes=1)),
+        weights_mesh(dims),
         dims,
         param_dtype="float32",
         reduce_dtype="float32",

@@ -17,7 +17,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.parity import full
+from tests.distributed.parity import full, weights_mesh
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint
 from torchtitan_like.distributed import bucketing
@@ -125,7 +125,7 @@ def build(dims, options, graphs):
     )
     with torch.device("meta"):
         model = spec.build(args).to(DTYPES[options.dtype])
-    mesh, shards = dims.build_mesh("cpu"), None
+    mesh, shards = weights_mesh(dims), None
     if dims.tp > 1:
         shards = VocabShards(mesh.get_group("tp"), args.vocab_size)
         apply_tensor_parallel(model, spec, mesh["tp"], sequence_parallel=True)
