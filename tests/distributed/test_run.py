@@ -94,7 +94,7 @@ def rates_and_norms(argv):
 
 
 def test_each_update_uses_its_scheduled_rate_and_clipped_gradients(tmp_path):
-    """The schedule has two steps of warm-up and two of decay to 0. Step 3 is in a resumed run."""
+    """The schedule has two steps of warm-up, and decays to 0 at step 5. Step 3 is in a resumed run."""
     changes = {
         "lr_scheduler.warmup_steps": 2,
         "lr_scheduler.total_steps": 4,
@@ -106,10 +106,10 @@ def test_each_update_uses_its_scheduled_rate_and_clipped_gradients(tmp_path):
     for steps in (2, 4):
         argv = options(str(tmp_path / "run"), "float32", **changes, **{"training.steps": steps})
         updates += run_ranks(rates_and_norms, 1, argv)[0]
-    assert [rates for rates, _ in updates] == [{LR / 2}, {LR}, {LR / 2}, {0.0}]
+    assert [rates for rates, _ in updates] == [{LR / 2}, {LR}, {LR}, {LR / 2}]
     assert [norm for _, norm in updates] == pytest.approx([0.125] * 4, rel=1e-4)
     rows = read_rows(tmp_path / "run/metrics.jsonl")
-    assert [row["lr"] for row in rows] == [LR / 2, LR, LR / 2, 0.0] and all(
+    assert [row["lr"] for row in rows] == [LR / 2, LR, LR, LR / 2] and all(
         row["grad_norm"] > 0.25 for row in rows
     )
 

@@ -358,8 +358,12 @@ def check(arguments: list[str]) -> None:
 
 
 def check_train(words: list[str]) -> None:
-    """Check the settings. test_hf_family.py runs the command that needs a folder of the Hub."""
-    if "hf" in words:
+    """Check the settings.
+
+    test_hf_family.py runs the command that needs a folder of the Hub, and test_extensions_guide.py
+    trains with the run.toml of its guide.
+    """
+    if "hf" in words or "run.toml" in words:
         parse_titan(words[1:])
     else:
         check_titan(["--world-size" if word == "--nproc" else word for word in words[2:]])
@@ -426,13 +430,16 @@ IN_TRAINED = {
     "checkpoint/step-N.nonfinite": "outputs/checkpoint/step-4",
     "--step 1203": "--step 3",
 }
-# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`, and
-# test_web.py serves pages.
+# Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
     *("titan k8s init ", "titan draw ", "titan run plot "),
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
+
+
+# Words of commands that test_web.py and test_extensions_guide.py execute.
+EXECUTED_ELSEWHERE = {"--web", "my_extensions.py"}
 
 
 def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,7 +448,7 @@ def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPat
     commands = [
         command
         for command in documented_commands()
-        if command.startswith(RUNNABLE) and "--web" not in command
+        if command.startswith(RUNNABLE) and not EXECUTED_ELSEWHERE & set(command.split())
     ]
     assert len(commands) > len(RUNNABLE)
     for command in commands:
@@ -454,6 +461,7 @@ def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPat
 def test_keys_and_paths_in_the_guides_exist(guide: str) -> None:
     text = (ROOT / guide).read_text()
     keys = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", text)) - {"section.key"}
+    keys -= {"my_section.momentum"}  # a section of user code in the guide to extensions
     assert [key for key in keys if find(tuple(key.split("."))) is None] == []
     # Files of the repository. Paths of run files and user files start with other folders.
     pattern = (
