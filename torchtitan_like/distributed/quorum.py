@@ -200,8 +200,10 @@ class Quorum:
         A collective of the group. Returns None if a group does not answer, or does not fit and will
         leave. Raises ReplicaGroupError if this group does not fit.
         """
-        self.size, self.rank = answer.replica_world_size, answer.replica_rank
-        self._quorum_id, self._is_new = answer.quorum_id, True
+        self.size = answer.replica_world_size
+        self.rank = answer.replica_rank
+        self._quorum_id = answer.quorum_id
+        self._is_new = True
         self._peers = None
         if self.size > 1:
             self._attempt(lambda: self._make_peers(answer))
