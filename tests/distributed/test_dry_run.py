@@ -128,7 +128,6 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "pp, zero bubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", LAYERS: 4}),
     "optimizer in backward": (2, {"optimizer.early_step_in_backward": True}),
     "simple_fsdp": (2, {"parallelism.data_parallel_impl": "simple_fsdp"}),
-    "activation offload": (2, {AC: "offload"}),
     "chunked loss": (1, {"loss.chunk_mib": 1}),
 }
 EVERY_RUN = 2

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_like.util.host_memory import available_bytes
 from torchtitan_like.util.units import GIB
 
 SMALLEST = 1024  # bytes; smaller storages stay on the device
+_PLAIN = (Tensor, nn.Parameter)
 
 
 class ActivationOffload:
@@ -50,16 +50,15 @@ class ActivationOffload:
                 return forward(*args, **kwargs)
             resident = _storages([*block.parameters(), *block.buffers()])
             # Keyed by address and version. An address is not reused while its storage is held here.
-            # It is the storage's own address: the data of fake tensors have none.
             copies: dict[tuple[int, int], tuple[_HostCopy, torch.UntypedStorage]] = {}
 
             def pack(tensor: Tensor) -> Tensor | _Saved:
-                if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
+                if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
                     return tensor
                 storage = tensor.untyped_storage()
-                if storage._cdata in resident or storage.nbytes() < SMALLEST:
+                if storage.data_ptr() in resident or storage.nbytes() < SMALLEST:
                     return tensor
-                key = (storage._cdata, tensor._version)
+                key = (storage.data_ptr(), tensor._version)
                 if key not in copies:
                     copies[key] = (_HostCopy(storage, self), storage)
                 copy = copies[key][0]
@@ -145,7 +144,6 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    """Return the storages that stay on the device, by address: those of weights and buffers."""
+    """Return the addresses of storages that stay on the device: weights and buffers."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    plain = [tensor for tensor in local if not is_traceable_wrapper_subclass(tensor)]
-    return {tensor.untyped_storage()._cdata for tensor in plain}
+    return {tensor.untyped_storage().data_ptr() for tensor in local if type(tensor) in _PLAIN}

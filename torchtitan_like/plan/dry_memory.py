@@ -34,6 +34,12 @@ def unsupported(config: JobConfig) -> str:
             "rows that ranks exchange depend on values, which a dry run does not have. Expected 1: "
             "plan it with --parallelism.expert_parallel_degree 1, which shards the experts with FSDP"
         )
+    if config.activation_checkpoint.mode == "offload":
+        return (
+            'activation_checkpoint.mode = "offload": a dry run does not model activations in host '
+            'memory. Expected another mode: plan it with "full". A run logs its host memory after '
+            "the first step"
+        )
     return ""
 
 
