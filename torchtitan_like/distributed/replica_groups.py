@@ -262,7 +262,7 @@ class SemiSyncGroups(ReplicaGroups):
         return None
 
     def _synchronize(self, trained: Trained, *, contributes: bool) -> int | None:
-        """Join the other groups, and average weights with those that contribute theirs.
+        """Join the other groups, and average the weights of all groups that contribute.
 
         Tries again without a group that is lost meanwhile. Returns the tokens that the weights have
         seen, or None if no group contributes.

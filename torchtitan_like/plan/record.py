@@ -308,7 +308,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def following(self, parts: nn.ModuleList, heads: tuple[str, ...]) -> Iterator[None]:
-        """Attribute work to the modules of a model. heads: fqns of those that compute the loss."""
+        """Attribute work to the modules of a model. heads: fqns of modules that compute the loss."""
         self._names = {
             module: name for part in parts for name, module in part.named_modules() if name
         }
