@@ -514,6 +514,7 @@ class Trainer:
         """
         self.position.move("join", self.progress.step)
         self._count_tokens(self.groups.join(self._trained()))
+        self.position.move("step", self.progress.step)  # a rank that hangs from here on is reported
         if not self._must_read_again(inputs):
             return inputs, agreement
         self.batches.seek(self.progress.position)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-import torchtitan_like.train as train_module
+import torchtitan_like.step as step_module
 from tests.distributed.parity import build, options, release, run_cell
 from tests.harness.rank_pool import run_ranks
 
@@ -48,8 +48,8 @@ def random_draws(argv):
     Between steps the ranks draw other numbers from the same generator.
     """
     trainer = build(argv)
-    drawn, derive = [], train_module.derive_seed
-    train_module.derive_seed = lambda seed, sample: drawn.append(sample) or derive(seed, sample)
+    drawn, derive = [], step_module.derive_seed
+    step_module.derive_seed = lambda seed, sample: drawn.append(sample) or derive(seed, sample)
     trainer.parts[0].register_forward_pre_hook(
         lambda module, args: drawn.append(torch.rand(()).item())
     )
@@ -59,7 +59,7 @@ def random_draws(argv):
             fetched = trainer.fetch(step)
             trainer.train_step(step, fetched, fetched.agreement.wait())
     finally:
-        train_module.derive_seed = derive
+        step_module.derive_seed = derive
     release(trainer)
     return list(zip(drawn[::2], drawn[1::2], strict=True))
 

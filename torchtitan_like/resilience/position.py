@@ -10,7 +10,10 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """A phase ("start", "step", "validate", "save", "end") of a step. time: Unix time of its start."""
+    """A phase of a step: "start", "join", "step", "validate", "save" or "end".
+
+    time: Unix time of its start. "join": the rank waits for other replica groups, without a limit.
+    """
 
     phase: str
     step: int
