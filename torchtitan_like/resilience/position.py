@@ -12,7 +12,7 @@ from typing import NamedTuple
 class Position(NamedTuple):
     """A phase of a step: "start", "join", "step", "validate", "save" or "end".
 
-    time: Unix time of its start. "join": the rank waits for other replica groups, without a limit.
+    time: Unix time of its start. "join": the rank waits for other replica groups, which is not a hang.
     """
 
     phase: str
