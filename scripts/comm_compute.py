@@ -81,12 +81,22 @@ def main(arguments: list[str]) -> int:
         parser.add_argument(f"--{name}", type=kind, required=True, metavar="N", help=text)
     parser.add_argument("--sharding", choices=TRANSMISSIONS, default="zero3", help="default: zero3")
     parser.add_argument(
-        "--bytes", type=float, default=2, metavar="N", help="bytes of each number that is sent (default: 2, bfloat16)"
+        "--bytes",
+        type=float,
+        default=2,
+        metavar="N",
+        help="bytes of each number that is sent (default: 2, bfloat16)",
     )
     parser.add_argument(
-        "--micro-batches", type=int, default=1, metavar="N", help="micro-batches of gradient accumulation (default: 1)"
+        "--micro-batches",
+        type=int,
+        default=1,
+        metavar="N",
+        help="micro-batches of gradient accumulation (default: 1)",
     )
-    parser.add_argument("--recompute", action="store_true", help="with full activation checkpointing")
+    parser.add_argument(
+        "--recompute", action="store_true", help="with full activation checkpointing"
+    )
     options = parser.parse_args(arguments)
     if bad := [
         name for name, value in vars(options).items() if type(value) in (int, float) and value <= 0

@@ -267,7 +267,9 @@ def main(argv: list[str]) -> int:
             return 1
         counts = json.loads((Path(folder) / "collectives.json").read_text())
     print(
-        "\n".join(table(counts["shape"], [[Row(**row) for row in rows] for rows in counts["ranks"]]))
+        "\n".join(
+            table(counts["shape"], [[Row(**row) for row in rows] for rows in counts["ranks"]])
+        )
     )
     return 0
 

@@ -131,7 +131,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=3, help="steps of each trial")
     parser.add_argument("--most", type=int, default=1024, help="largest size to try")
     parser.add_argument(
-        "--limit-gib", type=float, default=float("inf"), help="GiB of a rank above which a trial does not fit"
+        "--limit-gib",
+        type=float,
+        default=float("inf"),
+        help="GiB of a rank above which a trial does not fit",
     )
     arguments, options = parser.parse_known_args(argv)
     if min(arguments.ngpu, arguments.steps, arguments.most) < 1 or arguments.limit_gib <= 0:

@@ -60,7 +60,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--pp", type=int, help="pipeline ranks")
     parser.add_argument("--microbatches", type=int, help="micro-batches of a step")
     parser.add_argument(
-        "--stages-per-rank", type=int, default=2, help="for schedules with several stages per rank (default: 2)"
+        "--stages-per-rank",
+        type=int,
+        default=2,
+        help="for schedules with several stages per rank (default: 2)",
     )
     parser.add_argument("--csv", help="CSV file of a schedule, instead of --schedule")
     options = parser.parse_args(arguments)

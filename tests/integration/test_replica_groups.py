@@ -56,9 +56,7 @@ ENDLESS = {"training.steps": "1000000"}
 class Job:
     """A lighthouse and its replica groups, in one dump folder."""
 
-    def __init__(
-        self, folder: Path, lighthouse: str, ngpu: int, settings: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, lighthouse: str, ngpu: int, settings: dict[str, str]) -> None:
         self.folder = folder
         self._lighthouse = lighthouse
         self._ngpu = ngpu

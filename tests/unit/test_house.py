@@ -141,7 +141,9 @@ def test_one_rank_imports_few_modules(tmp_path: Path, dtype: str) -> None:
 
 def test_no_import_circle_spans_two_packages() -> None:
     """Imports in functions and under TYPE_CHECKING count, which lint-imports does not report."""
-    assert [circle for circle in circles(import_graph()) if len(set(map(package_of, circle))) > 1] == []
+    assert [
+        circle for circle in circles(import_graph()) if len(set(map(package_of, circle))) > 1
+    ] == []
 
 
 def test_an_import_circle_is_detected() -> None:

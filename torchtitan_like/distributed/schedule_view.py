@@ -8,7 +8,7 @@ gradient of its input (I) and 1 for the gradient of its weights (W). Messages ta
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -150,23 +150,38 @@ def simulate(order: Order) -> Timeline:
 
     Raises ValueError if ranks wait for each other forever, or an action occurs twice.
     """
+    rows = schedule(order, lambda action: DURATION[action.kind])
+    starts = [[(int(start), action) for start, action in row] for row in rows]
+    end = max(start + DURATION[action.kind] for row in starts for start, action in row)
+    return Timeline(starts, end)
+
+
+def schedule(
+    order: Order, duration: Callable[[Action], float], message: float = 0
+) -> list[list[tuple[float, Action]]]:
+    """Return the start of each action by rank, for any durations.
+
+    message: time between the end of a stage's action and the start of its neighbor's.
+
+    Raises ValueError if ranks wait for each other forever, or an action occurs twice.
+    """
     num_stages = 1 + max(action.stage for row in order for action in row)
-    done: dict[Action, int] = {}
-    starts: list[list[tuple[int, Action]]] = [[] for _ in order]
-    free = [0] * len(order)
+    done: dict[Action, float] = {}
+    starts: list[list[tuple[float, Action]]] = [[] for _ in order]
+    free = [0.0] * len(order)
     waiting = [rank for rank, row in enumerate(order) if row]
     while waiting:
         stuck = True
         for rank in waiting:
             for action in order[rank][len(starts[rank]) :]:
-                needed = _needs(action, num_stages, done)
+                needed = _needs(action, num_stages, done, message)
                 if needed is None:
                     break
                 if action in done:
                     raise ValueError(f"{action} occurs twice")
                 start = max(free[rank], needed)
                 starts[rank].append((start, action))
-                free[rank] = done[action] = start + DURATION[action.kind]
+                free[rank] = done[action] = start + duration(action)
                 stuck = False
         waiting = [rank for rank in waiting if len(starts[rank]) < len(order[rank])]
         if stuck:
@@ -174,21 +189,26 @@ def simulate(order: Order) -> Timeline:
                 f"rank {rank} at {order[rank][len(starts[rank])]}" for rank in waiting
             )
             raise ValueError(f"it cannot be run: {blocked} would wait forever")
-    return Timeline(starts, max(free))
+    return starts
 
 
-def _needs(action: Action, num_stages: int, done: dict[Action, int]) -> int | None:
+def _needs(
+    action: Action, num_stages: int, done: dict[Action, float], message: float
+) -> float | None:
     """Return when all inputs of an action are ready; None if that is not known yet."""
     stage, kind, micro = action
     if kind == "F":
-        return 0 if stage == 0 else done.get(Action(stage - 1, "F", micro))
+        if stage == 0:
+            return 0
+        previous = done.get(Action(stage - 1, "F", micro))
+        return None if previous is None else previous + message
     if kind == "W":
         return done.get(Action(stage, "I", micro))
     forward = done.get(Action(stage, "F", micro))
     if stage == num_stages - 1 or forward is None:
         return forward
     next_stage = [done.get(Action(stage + 1, kind, micro)) for kind in "BI"]
-    return next((max(forward, time) for time in next_stage if time is not None), None)
+    return next((max(forward, time + message) for time in next_stage if time is not None), None)
 
 
 # ---- text

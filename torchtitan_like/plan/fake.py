@@ -21,8 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
-from torchtitan_like.plan.record import Recorder, recording_in_place
+from torchtitan_like.plan.record import ActionSpan, Recorder, recording_in_place
 
 DEVICE_TYPE = "dryrun"
 
@@ -372,6 +373,45 @@ def _holding_messages(recorder: Recorder) -> Iterator[None]:
             setattr(package, name, original)
 
 
+# Methods of torch's pipeline stages, and the kinds of actions that they are.
+_ACTIONS = {
+    "forward_one_chunk": "F",
+    "backward_one_chunk": "B",
+    "backward_weight_one_chunk": "W",
+}
+
+
+@contextmanager
+def _recording_actions(recorder: Recorder) -> Iterator[None]:
+    """Record which work belongs to which action of a pipeline."""
+    from torch.distributed.pipelining.stage import _PipelineStageBase
+
+    base: Any = _PipelineStageBase
+    originals = {name: getattr(base, name) for name in _ACTIONS}
+
+    def recording(name: str, original: Any) -> Any:
+        def call(stage: Any, chunk: int, *args: Any, **kwargs: Any) -> Any:
+            kind = _ACTIONS[name]
+            if kind == "B" and not kwargs.get("full_backward", True):
+                kind = "I"
+            work = recorder.recording.work
+            start = len(work)
+            result = original(stage, chunk, *args, **kwargs)
+            span = ActionSpan(Action(stage.stage_index, kind, chunk), start, len(work))
+            recorder.recording.actions.append(span)
+            return result
+
+        return call
+
+    for name, original in originals.items():
+        setattr(base, name, recording(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(base, name, original)
+
+
 class _FakeMode(FakeTensorMode):
     """Constants of `torch.tensor` never reach the device. Page-locked memory is a copy."""
 
@@ -398,5 +438,9 @@ def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             yield
 
-    with recording_in_place(recorder), _holding_messages(recorder), _using_gpu_kernels():
+    with ExitStack() as stack:
+        stack.enter_context(recording_in_place(recorder))
+        stack.enter_context(_holding_messages(recorder))
+        stack.enter_context(_recording_actions(recorder))
+        stack.enter_context(_using_gpu_kernels())
         yield enter

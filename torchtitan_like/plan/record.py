@@ -16,7 +16,7 @@ Work. `work` is the list of `WorkItem` in the order in which the host issues the
 | kind | what it is | fields with a meaning |
 | --- | --- | --- |
 | `matmul` | a matrix product | flops, shapes, dtype, num_bytes |
-| `attention` | a fused attention kernel | flops (of the whole square, not the causal half), shapes |
+| `attention` | a fused attention kernel | flops (of the whole square), is_causal, shapes |
 | `memory` | any other kernel, limited by bandwidth | num_bytes |
 | `copy` | a copy between host and device | num_bytes |
 | `collective` | a collective or a message | num_bytes, group, is_async |
@@ -29,7 +29,7 @@ continues when it is done. `reads` and `writes` name storages by the `id` of the
 kernels can be fused: what is allocated and freed between two matrix products need not be written.
 
 Marks. `marks` names positions in both lists: `model`, `optimizer`, `step 1`, ... are the ends of
-these phases.
+these phases. `actions` are the parts of a pipeline's step, in order: which work each of them is.
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from torchtitan_like.distributed.schedule_view import Action
 
 Kind = Literal["matmul", "attention", "memory", "copy", "collective", "wait"]
 Category = Literal[
@@ -82,7 +84,8 @@ class WorkItem(NamedTuple):
     pass_: "recomputation" is the forward of a checkpointed block within the backward.
     flops: 2 for each multiplication with an addition. num_bytes: read and written; of a collective,
     the bytes of the largest tensor (gathered, reduced or scattered as a whole).
-    shapes: of the operands. reads, writes: (id of the storage, bytes of the tensor).
+    shapes: of the operands. is_causal: of attention, which skips the masked half.
+    reads, writes: (id of the storage, bytes of the tensor).
     """
 
     kind: Kind
@@ -96,6 +99,7 @@ class WorkItem(NamedTuple):
     dtype: str = ""
     group: Group | None = None
     is_async: bool = False
+    is_causal: bool = False
     waits_for: int = -1
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
@@ -130,6 +134,14 @@ class Mark(NamedTuple):
     num_work: int
 
 
+class ActionSpan(NamedTuple):
+    """An action of a pipeline. start, end: the number of work items before it and after it."""
+
+    action: Action
+    start: int
+    end: int
+
+
 class Recording:
     """The memory events and work items of one rank.
 
@@ -141,6 +153,7 @@ class Recording:
         self.events: list[Alloc | Free] = []
         self.work: list[WorkItem] = []
         self.marks: list[Mark] = []
+        self.actions: list[ActionSpan] = []
         self.streams: list[str] = ["compute"]
         self.categories: dict[int, Category] = {}
 
@@ -207,6 +220,7 @@ class _Operator(NamedTuple):
     """What is known of an operator before it is called.
 
     allocates: False if all results share the memory of arguments.
+    causal_argument: index of the argument `is_causal`; -1 without one.
     flops, workspace: functions of its arguments, or None.
     """
 
@@ -214,6 +228,7 @@ class _Operator(NamedTuple):
     namespace: str
     allocates: bool
     launches: bool
+    causal_argument: int
     flops: Callable[..., int] | None
     workspace: Callable[..., int] | None
 
@@ -249,7 +264,24 @@ def _describe(func: Any) -> _Operator:
             return int(counted(*args, out_val=out_val, **kwargs))
 
     launches = not is_view and name not in _NO_KERNEL
-    return _Operator(name, func.namespace, allocates, launches, flops, WORKSPACES.get(name))
+    names = [argument.name for argument in schema.arguments]
+    causal_argument = names.index("is_causal") if "is_causal" in names else -1
+    return _Operator(
+        name,
+        func.namespace,
+        allocates,
+        launches,
+        causal_argument,
+        flops,
+        WORKSPACES.get(name),
+    )
+
+
+def _is_causal(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    index = operator.causal_argument
+    if index < 0:
+        return False
+    return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))
 
 
 class Recorder(TorchDispatchMode):
@@ -506,6 +538,7 @@ class Recorder(TorchDispatchMode):
                 flops=flops,
                 num_bytes=sum(num_bytes(tensor) for tensor in tensors),
                 shapes=tuple(tuple(tensor.shape) for tensor in inputs[:4]) if flops else (),
+                is_causal=_is_causal(operator, args, kwargs),
                 dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
                 reads=self._ids(inputs),
                 writes=self._ids(outputs),

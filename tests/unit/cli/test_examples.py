@@ -440,7 +440,9 @@ def test_lighthouse(folder: Path) -> None:
     )
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line.startswith("Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE=http://127.0.0.1:")
+    assert line.startswith(
+        "Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE=http://127.0.0.1:"
+    )
     assert set(listening_addresses([process.pid])) == {"127.0.0.1"}
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0

@@ -1,0 +1,96 @@
+"""Descriptions of clusters: how nodes are connected, and what share of the peaks kernels reach."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.util.suggestions import nearest
+
+FOLDER = Path(__file__).parent
+DEFAULT_CLUSTER = "default"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """A cluster of nodes of one kind of GPU.
+
+    gpu: key of the GPU on which the constants were fitted; "" for any.
+    gpus_per_node: GPUs that NVLink (or its like) connects.
+    inter_node_gb_s: of one GPU's network card, per direction.
+    error_percent: of predicted step times, as measured on other runs of such clusters.
+    matmul_efficiency: of the peak, for a large matrix product.
+    memory_efficiency: of the memory bandwidth, for a large kernel that it limits.
+    async_tp_hidden: share of tensor-parallel communication that asynchronous TP overlaps.
+    fitted_rows: the published runs to which the constants were fitted; empty for assumptions.
+    """
+
+    key: str
+    name: str
+    gpu: str
+    gpus_per_node: int
+    inter_node_gb_s: float
+    error_percent: float
+    matmul_efficiency: float
+    memory_efficiency: float
+    async_tp_hidden: float
+    fitted_rows: tuple[str, ...] = ()
+
+
+# Fields of a file -> (type, exclusive lower bound, inclusive upper bound).
+_RANGES: dict[str, tuple[type, float, float]] = {
+    "gpus_per_node": (int, 0, 1024),
+    "inter_node_gb_s": (float, 0, 1e6),
+    "error_percent": (float, 0, 100),
+    "matmul_efficiency": (float, 0, 1),
+    "memory_efficiency": (float, 0, 1),
+    "async_tp_hidden": (float, -1e-9, 1),
+}
+
+
+def cluster_names() -> list[str]:
+    """Return the names that `load_cluster` accepts, next to paths of files."""
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_cluster(name: str) -> Cluster:
+    """Read a cluster by name, or from a TOML file of the same form.
+
+    Raises ValueError if there is neither, or if a field is missing, unknown or out of range.
+    """
+    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError:
+        names = cluster_names()
+        similar = nearest(name, names)
+        remedy = f"did you mean {similar}?" if similar else "choose one, or write such a file"
+        raise ValueError(
+            f"there is no cluster {name!r}. Expected {', '.join(names)}, or a TOML file: {remedy}"
+        ) from None
+    fields: dict[str, Any] = {"key": path.stem, **parse_toml(text)}
+    for field, (kind, low, high) in _RANGES.items():
+        value = fields.get(field, high)
+        is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        if not is_number or not low < value <= high:
+            raise ValueError(
+                f"{path}: {field} = {value!r}. Expected a number above {max(low, 0):g} and at most "
+                f"{high:g}: correct the file"
+            )
+    try:
+        cluster = Cluster(**fields)
+    except TypeError as error:
+        wanted = ", ".join(sorted(Cluster.__dataclass_fields__.keys() - {"key"}))
+        raise ValueError(
+            f"{path} does not describe a cluster: {error}. Expected the fields {wanted}: correct "
+            "the file"
+        ) from None
+    return cluster
+
+
+def is_validated(gpu: str) -> bool:
+    """Return True if published runs on this GPU were compared with predictions."""
+    clusters = (load_cluster(name) for name in cluster_names())
+    return any(cluster.gpu == gpu and cluster.fitted_rows for cluster in clusters)

@@ -1,0 +1,232 @@
+"""Estimate how long each recorded work item takes on a GPU of a cluster.
+
+All formulas take sizes from the recording, and rates from the descriptions of the GPU and of the
+cluster. No constant depends on a model or on a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torchtitan_like.plan.clusters import Cluster
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.record import COMPUTE, Free, Recording, WorkItem
+
+LAUNCH = 4e-6  # seconds of the device between two kernels of a stream
+PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 % of 32
+
+# Tiles of cuBLAS's kernels (rows, columns), and their speed relative to the largest ones.
+TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
+SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
+RAMP = 256  # the k of a matrix product that takes as long as loading its first and last tiles
+
+# Shares of the matmul rate that FlashAttention reaches on its causal FLOPs. FlashAttention-2 on an
+# H100 reaches 0.58 of what a large matrix product does forward and 0.45 backward
+# (arXiv:2407.08608, figures 5 and 6: 350 to 400 and 300 to 340 TFLOP/s).
+ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.58, 0.45
+
+# Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
+# H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
+LINK_SHARE, NETWORK_SHARE = 0.82, 0.8
+
+
+class _Protocol(NamedTuple):
+    """An algorithm and protocol of NCCL: microseconds, in total and for each hop; bandwidth share.
+
+    Source: src/graph/tuning.cc, baseLat and hwLat, in microseconds.
+    """
+
+    is_tree: bool
+    base: float
+    link: float
+    network: float
+    share: float
+
+
+_PROTOCOLS = (
+    _Protocol(False, 8.4, 3.4, 9.6, 1.0),  # ring, Simple
+    _Protocol(False, 3.6, 0.85, 2.7, 0.25),  # ring, LL
+    _Protocol(True, 4.4, 0.52, 5.0, 0.12),  # tree, LL
+)
+# Kind of a collective -> times that each rank sends (n - 1)/n of the tensor.
+_PASSES = {"allreduce": 2, "all_reduce": 2}
+_MESSAGES = ("send", "recv")
+
+
+def is_message(item: WorkItem) -> bool:
+    """Return True for a message between two ranks."""
+    return item.kind == "collective" and item.op.startswith(_MESSAGES)
+
+
+def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
+    """Return FLOPs / rate, at least the time of its bytes.
+
+    The rate is the peak of the dtype, times the cluster's efficiency, times the share of the
+    multiprocessors' tiles that hold results, times k / (k + 256).
+    """
+    peak = peak_flops(item.dtype, gpu)
+    rate = peak * cluster.matmul_efficiency * fill_share(item.shapes, gpu.multiprocessors)
+    return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
+
+
+def fill_share(shapes: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
+    """Return the share of the peak that tiles and waves allow: operands (m, k) and (k, n)."""
+    operands = [shape for shape in shapes if len(shape) >= 2][-2:]
+    if len(operands) < 2:
+        return 1.0
+    (m, k), (_, n) = operands[0][-2:], operands[1][-2:]
+    batch = math.prod(operands[0][:-2])
+    ramp = k / (k + RAMP)
+    area = batch * m * n
+    shares = [min(1.0, area / (multiprocessors * 128 * 128)) * SPLIT_SHARE]
+    for rows, columns, speed in TILES:
+        tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
+        waves = math.ceil(tiles / multiprocessors)
+        shares.append(speed * area / (waves * multiprocessors * rows * columns))
+    return max(shares) * ramp
+
+
+def peak_flops(dtype: str, gpu: Gpu) -> float:
+    """Return the peak FLOP/s of a dtype as the recording names it."""
+    name = "float8" if dtype.startswith("float8") else dtype
+    name = "bfloat16" if name == "float16" else name
+    if name not in gpu.peak_tflops:
+        raise ValueError(
+            f"{gpu.name} has no matrix products in {dtype}. Expected one of "
+            f"{', '.join(gpu.peak_tflops)}: change the precision, or add its peak to the GPU's file"
+        )
+    return gpu.peak_tflops[name] * 1e12
+
+
+def attention_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the time of the visible FLOPs at the rate of FlashAttention."""
+    share = ATTENTION_BACKWARD if "backward" in item.op else ATTENTION_FORWARD
+    rate = peak_flops(item.dtype, gpu) * cluster.matmul_efficiency * share
+    return item.flops * visible_share(item) / rate
+
+
+def visible_share(item: WorkItem) -> float:
+    """Return the share of the square that attention computes; the last q tokens of k see less."""
+    if not item.is_causal:
+        return 1.0
+    first = 1 if "backward" in item.op else 0  # the gradient comes first
+    queries, keys = item.shapes[first][-2], item.shapes[first + 1][-2]
+    return 1 - queries / (2 * keys)
+
+
+def memory_seconds(num_bytes: float, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the time to read and write these bytes in the GPU's memory."""
+    return num_bytes / (gpu.hbm_tb_s * 1e12 * cluster.memory_efficiency)
+
+
+def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the time of a collective or message: latency of the hops + bytes / bandwidth.
+
+    A rank of a ring sends (n - 1)/n of the tensor, twice for an all-reduce. A ring that leaves a
+    node leaves it once for each of the group's GPUs there: they share their network cards.
+    """
+    group = item.group
+    if group is None or group.size == 1:
+        return 0.0
+    link = gpu.link_gb_s * 1e9 * LINK_SHARE
+    per_node = max(1, min(group.size, cluster.gpus_per_node // max(1, group.stride)))
+    num_nodes = -(-group.size // per_node)
+    bandwidth = link
+    if num_nodes > 1:
+        network = per_node * cluster.inter_node_gb_s * 1e9 * NETWORK_SHARE
+        bandwidth = min(link, network) if per_node > 1 else network
+    if is_message(item):
+        hop = _PROTOCOLS[0].network if num_nodes > 1 else _PROTOCOLS[0].link
+        return item.num_bytes / bandwidth + (_PROTOCOLS[0].base + hop) * 1e-6
+    passes = next((n for name, n in _PASSES.items() if item.op.startswith(name)), 1)
+    sent = passes * item.num_bytes * (group.size - 1) / group.size
+    return min(
+        sent / (bandwidth * protocol.share)
+        + _latency(protocol, passes, group.size, num_nodes) * 1e-6
+        for protocol in _PROTOCOLS
+        if passes == 2 or not protocol.is_tree
+    )
+
+
+def _latency(protocol: _Protocol, passes: int, size: int, num_nodes: int) -> float:
+    """Return the microseconds of a protocol's hops."""
+    if protocol.is_tree:
+        inside = size / num_nodes - 1
+        hops = inside * protocol.link + math.log2(num_nodes) * protocol.network
+    else:
+        hops = (size - num_nodes) * protocol.link + (num_nodes - 1) * protocol.network
+    return protocol.base + passes * hops
+
+
+def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the time of an item; 0 for a wait."""
+    if item.kind == "wait":
+        return 0.0
+    if item.kind == "collective":
+        return collective_seconds(item, gpu, cluster)
+    if item.kind == "copy":
+        return item.num_bytes / (PCIE_GB_S * 1e9) + LAUNCH
+    if item.kind == "matmul":
+        return matmul_seconds(item, gpu, cluster) + LAUNCH
+    if item.kind == "attention":
+        return attention_seconds(item, gpu, cluster) + LAUNCH
+    return memory_seconds(item.num_bytes, gpu, cluster) + LAUNCH
+
+
+def durations(
+    recording: Recording, gpu: Gpu, cluster: Cluster, *, fuses: bool = False
+) -> list[float]:
+    """Return the seconds of each item. fuses: as compiled code (`fused_bytes`)."""
+    seconds = [item_seconds(item, gpu, cluster) for item in recording.work]
+    if fuses:
+        for index, num_bytes in fused_bytes(recording).items():
+            kernel = memory_seconds(num_bytes, gpu, cluster) + LAUNCH
+            seconds[index] = kernel if num_bytes else 0.0
+    return seconds
+
+
+# Kernels that a compiler does not fuse with their neighbors.
+_NOT_FUSED = ("embedding", "_fused_adam", "_foreach", "split_with_sizes_copy", "_chunk_cat")
+
+
+def fused_bytes(recording: Recording) -> dict[int, int]:
+    """Return the bytes of memory-bound items of compiled blocks, by index.
+
+    Between two matrix products, attentions, collectives or waits, all such kernels become one. It
+    reads what exists before, and writes what is alive after it. It is the last of them; the others
+    get 0 bytes. The optimizer and kernels of other streams are not compiled.
+    """
+    freed_at = {event.id: event.at for event in recording.events if isinstance(event, Free)}
+    fused: dict[int, int] = {}
+    run: list[int] = []
+
+    def close() -> None:
+        if not run:
+            return
+        written: dict[int, int] = {}
+        read: dict[int, int] = {}
+        for index in run:
+            item = recording.work[index]
+            for storage, num_bytes in item.reads:
+                if storage not in written or storage == 0:
+                    read[storage] = max(read.get(storage, 0), num_bytes)
+            for storage, num_bytes in item.writes:
+                written[storage] = max(written.get(storage, 0), num_bytes)
+        end = run[-1] + 1
+        kept = (n for storage, n in written.items() if freed_at.get(storage, end + 1) > end)
+        fused.update(dict.fromkeys(run, 0))
+        fused[run[-1]] = sum(read.values()) + sum(kept)
+        run.clear()
+
+    for index, item in enumerate(recording.work):
+        if item.stream != COMPUTE:
+            continue
+        is_block = item.pass_ != "update" and item.module.startswith("layers.")
+        if item.kind == "memory" and is_block and not item.op.startswith(_NOT_FUSED):
+            run.append(index)
+        else:
+            close()
+    close()
+    return fused

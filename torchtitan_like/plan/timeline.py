@@ -1,0 +1,246 @@
+"""Predict the time of a step: durations of the recorded work, played on streams as they wait.
+
+The recording has the order in which the host issued the work, and each wait of one stream for
+another. So overlap and prefetch are what the trainer does, not rules of this model.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+from torchtitan_like.build import batch_geometry
+from torchtitan_like.config import JobConfig
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.distributed.schedule_view import Action, schedule
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.plan.clusters import Cluster
+from torchtitan_like.plan.dry_run import DryRun
+from torchtitan_like.plan.durations import collective_seconds, durations, is_message
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.record import COMPUTE, Group, Recording, WorkItem
+
+Part = Literal[
+    "matrix products",
+    "attention",
+    "other kernels",
+    "optimizer",
+    "exposed: data parallel",
+    "exposed: tensor parallel",
+    "exposed: context parallel",
+    "exposed: pipeline messages",
+    "exposed: copies",
+    "host",
+    "bubble",
+]
+PARTS: tuple[Part, ...] = get_args(Part)
+
+HOST_OPERATOR = 7e-6  # seconds of the host per operator that launches a kernel, eager
+_KINDS: Mapping[str, Part] = {
+    "matmul": "matrix products",
+    "attention": "attention",
+    "memory": "other kernels",
+    "copy": "exposed: copies",
+}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of an optimizer step.
+
+    seconds: from one step to the next. parts: their seconds on the slowest rank; they add up.
+    tokens_per_second: of one GPU. mfu: percent. error_percent: of `seconds`, either way.
+    bubble: fraction of the ranks' time. rank: the one whose parts these are.
+    """
+
+    seconds: float
+    parts: dict[Part, float]
+    tokens_per_second: float
+    mfu: float
+    error_percent: float
+    rank: int
+
+
+class Played(NamedTuple):
+    """A rank's step without its peers.
+
+    parts: seconds of the compute stream; they add up to `seconds`.
+    actions: seconds of each action of the pipeline, in order; empty without one.
+    """
+
+    seconds: float
+    parts: Counter[Part]
+    actions: list[tuple[Action, float]]
+
+
+def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Cluster) -> StepTime:
+    """Return the time of the second step of the dry runs: one run of each pipeline rank, in order.
+
+    Raises ValueError if pipeline ranks are missing, or the GPU has no peak for a dtype.
+    """
+    dims = runs[0].dims
+    if len(runs) != dims.pp:
+        raise ValueError(
+            f"{len(runs)} dry runs of a pipeline of {dims.pp} ranks. Expected one of each: plan all "
+            "of them, without --rank-of-stage"
+        )
+    compiles = config.compile.enable and "model" in config.compile.components
+    hidden = cluster.async_tp_hidden if config.parallelism.enable_async_tensor_parallel else 0.0
+    plays = []
+    for run in runs:
+        seconds = durations(run.recording, gpu, cluster, fuses=compiles)
+        if hidden:
+            seconds = [
+                value * (1 - hidden)
+                if _part_of(item, dims) == "exposed: tensor parallel"
+                else value
+                for item, value in zip(run.recording.work, seconds, strict=True)
+            ]
+        plays.append(play(run.recording, seconds, dims))
+    ends = [played.seconds for played in plays]
+    if dims.pp > 1:
+        message = max(_message_seconds(run.recording, gpu, cluster) for run in runs)
+        ends = _with_bubble(plays, message)
+    slowest = max(range(len(plays)), key=lambda stage: ends[stage])
+    total = ends[slowest]
+    parts = plays[slowest].parts.copy()
+    parts["bubble"] = total - plays[slowest].seconds
+    tokens = _tokens_per_gpu(config, dims) / total
+    return StepTime(
+        seconds=total,
+        parts={part: parts[part] for part in PARTS if parts[part] > 0},
+        tokens_per_second=tokens,
+        mfu=100 * tokens * _flops_per_token(config) / (gpu.peak_tflops["bfloat16"] * 1e12),
+        error_percent=cluster.error_percent,
+        rank=runs[slowest].rank,
+    )
+
+
+def _tokens_per_gpu(config: JobConfig, dims: ParallelDims) -> float:
+    """Return the tokens of a step divided by the GPUs that share it."""
+    geometry = batch_geometry(config.training, dims, num_groups=config.fault_tolerance.share[1])
+    tokens = geometry.global_batch_size * config.training.seq_len
+    return tokens / (dims.world_size * config.fault_tolerance.share[1])
+
+
+def _flops_per_token(config: JobConfig) -> float:
+    spec = get_spec(config.model.name)
+    args: Any = resolve_args(spec, config.model.flavor, config.model.args)
+    return spec.flops_per_token(args, config.training.seq_len)
+
+
+# ---- one rank
+
+
+def play(
+    recording: Recording,
+    seconds: Sequence[float],
+    dims: ParallelDims,
+    start: str = "step 1",
+    end: str = "step 2",
+    host_operator: float = HOST_OPERATOR,
+) -> Played:
+    """Run the work between two marks on its streams, and return when all of it is done.
+
+    An item starts when the host has issued it, its stream is free, and, for a collective, its
+    process group is free: NCCL runs the collectives of a group one after another. Messages between
+    stages take no time here. seconds: of each item.
+    """
+    marks = {mark.name: mark.num_work for mark in recording.marks}
+    streams: dict[int, float] = {}
+    lanes: dict[str, float] = {}
+    ends: dict[int, float] = {}  # of each item, and of all before it on its stream
+    parts: Counter[Part] = Counter()
+    boundaries = _boundaries(recording)
+    clock_at: dict[int, float] = {}
+    host = 0.0
+    for index in range(marks[start], marks[end]):
+        item = recording.work[index]
+        if index in boundaries:
+            clock_at[index] = streams.get(COMPUTE, 0.0)
+        now = streams.get(item.stream, 0.0)
+        if item.kind == "wait":
+            target = ends.get(item.waits_for, 0.0)
+            if target > now and item.stream == COMPUTE:
+                parts[_part_of(recording.work[item.waits_for], dims)] += target - now
+            streams[item.stream] = ends[index] = max(now, target)
+            continue
+        if seconds[index] > 0:
+            host += host_operator
+        begin = max(now, host)
+        if item.stream == COMPUTE and host > now:
+            parts["host"] += host - now
+        duration = 0.0 if is_message(item) else seconds[index]
+        if item.group is not None and not is_message(item):
+            lane = max(begin, lanes.get(item.group.name, 0.0))
+            finish = lanes[item.group.name] = lane + duration
+        else:
+            finish = begin + duration
+        ends[index] = finish
+        if item.is_async:
+            streams[item.stream] = begin
+            continue
+        if item.stream == COMPUTE:
+            parts[_part_of(item, dims)] += finish - begin
+        streams[item.stream] = finish
+    clock_at[marks[end]] = streams.get(COMPUTE, 0.0)
+    total = max(streams.values(), default=0.0)
+    if total > clock_at[marks[end]]:
+        parts["exposed: data parallel"] += total - clock_at[marks[end]]
+    actions = [
+        (span.action, clock_at[span.end] - clock_at[span.start])
+        for span in recording.actions
+        if marks[start] <= span.start and span.end <= marks[end]
+    ]
+    return Played(total, parts, actions)
+
+
+def _boundaries(recording: Recording) -> set[int]:
+    return {index for span in recording.actions for index in (span.start, span.end)}
+
+
+def _part_of(item: WorkItem, dims: ParallelDims) -> Part:
+    """Return to which part of the step an item of the compute stream belongs."""
+    if item.kind == "collective":
+        assert item.group is not None
+        return dimension_of(item.group, dims, is_message=is_message(item))
+    return "optimizer" if item.pass_ == "update" else _KINDS[item.kind]
+
+
+def dimension_of(group: Group, dims: ParallelDims, *, is_message: bool = False) -> Part:
+    """Return the kind of parallelism whose group this is, by its size and stride."""
+    if (group.size, group.stride) == (dims.tp, 1) and dims.tp > 1:
+        return "exposed: tensor parallel"
+    if (group.size, group.stride) == (dims.cp, dims.tp) and dims.cp > 1:
+        return "exposed: context parallel"
+    if is_message:
+        return "exposed: pipeline messages"
+    return "exposed: data parallel"
+
+
+# ---- pipelines
+
+
+def _with_bubble(plays: Sequence[Played], message: float) -> list[float]:
+    """Return when each pipeline rank is done, if its actions wait for those of the others.
+
+    message: seconds of a message between stages. What a rank does outside of its actions, such as
+    the optimizer, is added at the end.
+    """
+    seconds = {action: value for played in plays for action, value in played.actions}
+    order = [[action for action, _ in played.actions] for played in plays]
+    starts = schedule(order, seconds.__getitem__, message)
+    ends = []
+    for played, row in zip(plays, starts, strict=True):
+        start, last = row[-1]
+        inside = sum(value for _, value in played.actions)
+        ends.append(start + seconds[last] + played.seconds - inside)
+    return ends
+
+
+def _message_seconds(recording: Recording, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the time of the longest message between stages."""
+    messages = (item for item in recording.work if is_message(item))
+    return max((collective_seconds(item, gpu, cluster) for item in messages), default=0.0)
