@@ -144,14 +144,14 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
         gathered = BYTES_GATHERED * whole
     elif not layout.frees_weights:
         gathered = BYTES_GATHERED * whole + (BYTES_REDUCED * whole if layout.pp > 1 else 0)
-    else:  # two groups of weights, and the whole gradients of two groups
-        largest = max(block, ends / layout.tp)
-        gathered = 2 * (BYTES_GATHERED + BYTES_REDUCED) * largest
+    else:  # two groups of weights, and the whole gradient of one in both dtypes
+        largest = max(block, sizes.embedding / layout.tp)
+        gathered = (3 * BYTES_GATHERED + BYTES_REDUCED) * largest
         gathered += BYTES_REDUCED * whole if layout.pp > 1 else 0
     tokens = layout.micro_batch * space.config.training.seq_len / layout.cp
     kept = kept_bytes_per_token(sizes, layout)
     activations = tokens * layers * kept * _in_flight(layout)
-    one_layer = tokens * 2 * bytes_per_token(sizes, layout.tp, layout.cp)
+    one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp)
     return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
 
 

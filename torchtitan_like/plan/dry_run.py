@@ -149,6 +149,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         gate_device = optimization.optimizer.parameters[0].device
         gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {})
     recorder.recording.mark("optimizer")
+    recording = recorder.recording
     runner = StepRunner(
         world,
         0,
@@ -160,7 +161,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         gate.gate,
         config.training.max_norm,
         num_sources=num_sources,
-        on_micro_batch=lambda micro: None,
+        on_micro_batch=lambda micro: recording.micro_batches.append(len(recording.work)),
         order_updates=lambda: None,
     )
     _record_gradients(optimization.optimizer, recorder)
@@ -222,11 +223,11 @@ class Job(NamedTuple):
     options: dict[str, Any]
 
 
-def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun]]:
+def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun | RuntimeError]]:
     """Yield the index and the recording of each job, as they end.
 
-    Each runs in a child process, as many at a time as cores. Raises RuntimeError with the traceback
-    of a job that fails. The children end with the iteration.
+    Each runs in a child process, as many at a time as cores. A job that fails has an error with its
+    traceback instead of a recording. The children end with the iteration.
     """
     _import_before_fork()
     context = multiprocessing.get_context("fork")
@@ -254,9 +255,13 @@ def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun]]:
 def record_ranks(
     config: JobConfig, world_size: int, ranks: Iterable[int], **options: Any
 ) -> dict[int, DryRun]:
-    """Return `record_rank` of several ranks; see `record_jobs`."""
-    jobs = [Job(config, world_size, rank, options) for rank in ranks]
-    return {run.rank: run for _, run in record_jobs(jobs)}
+    """Return `record_rank` of several ranks; see `record_jobs`. Raises RuntimeError if one fails."""
+    runs = {}
+    for _, run in record_jobs([Job(config, world_size, rank, options) for rank in ranks]):
+        if isinstance(run, RuntimeError):
+            raise run
+        runs[run.rank] = run
+    return runs
 
 
 def _import_before_fork() -> None:
@@ -275,16 +280,16 @@ def _send_recording(sending: Connection, job: Job) -> None:
         sending.send(traceback.format_exc())
 
 
-def _receive(rank: int, child: Any, receiving: Connection) -> DryRun:
+def _receive(rank: int, child: Any, receiving: Connection) -> DryRun | RuntimeError:
     try:
         outcome = receiving.recv()
     except EOFError:
         child.join()
-        raise RuntimeError(
+        return RuntimeError(
             f"the dry run of rank {rank} died with exit code {child.exitcode}. Expected a "
             "recording: free memory of this machine, or plan fewer layers"
-        ) from None
+        )
     child.join()
     if not isinstance(outcome, DryRun):
-        raise RuntimeError(f"the dry run of rank {rank} failed:\n{outcome}")
+        return RuntimeError(f"the dry run of rank {rank} failed:\n{outcome}")
     return outcome

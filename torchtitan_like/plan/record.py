@@ -30,6 +30,7 @@ kernels can be fused: what is allocated and freed between two matrix products ne
 
 Marks. `marks` names positions in both lists: `model`, `optimizer`, `step 1`, ... are the ends of
 these phases. `actions` are the parts of a pipeline's step, in order: which work each of them is.
+`micro_batches` are the positions in `work` at which micro-batches begin; with a pipeline, steps.
 """
 
 from __future__ import annotations
@@ -154,6 +155,7 @@ class Recording:
         self.work: list[WorkItem] = []
         self.marks: list[Mark] = []
         self.actions: list[ActionSpan] = []
+        self.micro_batches: list[int] = []
         self.streams: list[str] = ["compute"]
         self.categories: dict[int, Category] = {}
 

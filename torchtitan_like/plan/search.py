@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
 from torchtitan_like.plan import closed_form
-from torchtitan_like.plan.closed_form import Network, Sizes, network_of, sizes_of
+from torchtitan_like.plan.closed_form import Network, network_of, sizes_of
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import (
     Layout,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
 
 NUM_DRY_RUN = 12  # layouts that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth
+MAX_FULL = 6  # of them, if some do not fit
 PER_GROUP = 2  # of those with the same degrees and schedule, which differ little
 MEMORY_MARGIN = 1.25  # of the closed form, which is too high for some layouts
-NEAR_GIB_FACTOR = 2.0  # layouts above the memory by more are not quoted
 
 # Called with a phase, what is done, the total, and seconds since the phase began.
 Progress = Callable[[str, int, int, float], None]
@@ -59,8 +60,8 @@ class Found:
     """The outcome of a search.
 
     num_layouts: enumerated. refusals: most frequent first. num_too_large: by the closed form.
-    ranked: dry-run layouts that fit, fastest first, with the finalists on top. rejected: dry-run
-    layouts that do not fit, or cannot be dry-run: the estimate or a message.
+    ranked: dry-run layouts that fit, fastest first, those at full depth before the others.
+    rejected: dry-run layouts that do not fit. failed: messages of dry runs that failed.
     slower: the fastest by the closed form of those that were not dry-run. num_slower: how many.
     """
 
@@ -71,6 +72,7 @@ class Found:
     smallest: Screened | None
     ranked: list[tuple[Layout, Estimate]] = field(default_factory=list)
     rejected: list[tuple[Layout, Estimate]] = field(default_factory=list)
+    failed: dict[Layout, str] = field(default_factory=dict)
     slower: Screened | None = None
     num_slower: int = 0
 
@@ -99,7 +101,7 @@ def global_batch_of(config: JobConfig, world_size: int, tokens: float | None) ->
     """
     if tokens is not None:
         samples = max(1.0, tokens / config.training.seq_len)
-        power: int = 2 ** round(_log2(samples))
+        power: int = 2 ** round(math.log2(samples))
         return power
     if config.training.global_batch_size > 0:
         return config.training.global_batch_size
@@ -112,18 +114,7 @@ def global_batch_of(config: JobConfig, world_size: int, tokens: float | None) ->
     return config.training.local_batch_size * max(1, world_size // model_ranks)
 
 
-def _log2(number: float) -> float:
-    import math
-
-    return math.log2(number)
-
-
 # ---- rules and formulas
-
-
-class _Models(NamedTuple):
-    sizes: Sizes
-    network: Network
 
 
 def screen(space: Space, gpu: Gpu, network: Network, limit_gib: float) -> tuple[Found, list[Screened]]:
@@ -194,10 +185,7 @@ def search(
     max_memory: float,
     progress: Progress,
 ) -> Found:
-    """Find the fastest layouts that fit. max_memory: fraction of the GPU's memory that they may use.
-
-    Raises RuntimeError if the configuration cannot be dry-run.
-    """
+    """Find the fastest layouts that fit. max_memory: fraction of the GPU's memory that they may use."""
     limit = gpu.memory_gib * max_memory
     network = network_of(gpu, cluster.gpus_per_node, cluster.inter_node_gb_s)
     found, legal = screen(space, gpu, network, limit)
@@ -206,26 +194,22 @@ def search(
     rest = [screened for screened in legal if screened.layout not in dry_run]
     found.num_slower = len(rest)
     found.slower = rest[0] if rest else None
-    estimates = _dry_run(chosen, space, gpu, cluster, progress, is_full=False)
-    order = sorted(estimates, key=lambda layout: estimates[layout].seconds)
-    finalists: list[Layout] = []
-    # A finalist that does not fit at full depth makes room for the next layout.
-    for layout in order:
-        if estimates[layout].gib > limit or len(finalists) == NUM_FULL:
-            continue
-        finalists.append(layout)
-    full = _dry_run(
-        [layout for layout in finalists if not estimates[layout].is_full],
-        space,
-        gpu,
-        cluster,
-        progress,
-        is_full=True,
-    )
-    estimates |= full
-    for layout in sorted(estimates, key=lambda one: (not estimates[one].is_full, estimates[one].seconds)):
-        target = found.ranked if estimates[layout].gib <= limit else found.rejected
-        target.append((layout, estimates[layout]))
+    estimates = _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
+    waiting = sorted(
+        (layout for layout, each in estimates.items() if each.gib <= limit),
+        key=lambda layout: estimates[layout].seconds,
+    )[:MAX_FULL]
+    num_fit = 0
+    while waiting and num_fit < NUM_FULL:  # one that does not fit after all is replaced
+        now, waiting = waiting[: NUM_FULL - num_fit], waiting[NUM_FULL - num_fit :]
+        partial = [layout for layout in now if not estimates[layout].is_full]
+        estimates |= _dry_run(partial, space, gpu, cluster, progress, found, is_full=True)
+        num_fit += sum(estimates[layout].gib <= limit for layout in now)
+    for layout in sorted(
+        estimates, key=lambda one: (not estimates[one].is_full, estimates[one].seconds)
+    ):
+        group = found.ranked if estimates[layout].gib <= limit else found.rejected
+        group.append((layout, estimates[layout]))
     return found
 
 
@@ -235,9 +219,11 @@ def _dry_run(
     gpu: Gpu,
     cluster: Cluster,
     progress: Progress,
+    found: Found,
     *,
     is_full: bool,
 ) -> dict[Layout, Estimate]:
+    """Return the estimates of layouts. One whose dry run fails is added to `found.failed`."""
     from torchtitan_like.plan.dry_run import DryRun, record_jobs
     from torchtitan_like.plan.extend import Depth, all_jobs, estimate
 
@@ -250,10 +236,13 @@ def _dry_run(
     progress(phase, 0, len(jobs), 0.0)
     for done, (index, run) in enumerate(record_jobs([job for _, _, job in jobs]), start=1):
         layout, depth, _ = jobs[index]
+        progress(phase, done, len(jobs), time.monotonic() - started)
+        if isinstance(run, RuntimeError):
+            found.failed.setdefault(layout, str(run))
+            continue
         runs.setdefault(layout, {}).setdefault(depth, []).append(run)
         missing[layout] -= 1
         if not missing[layout]:
-            by_depth = {key: runs[layout][key] for key in sorted(runs.pop(layout))}
+            by_depth = dict(sorted(runs.pop(layout).items()))
             estimates[layout] = estimate(layout, space, by_depth, gpu, cluster)
-        progress(phase, done, len(jobs), time.monotonic() - started)
     return estimates
