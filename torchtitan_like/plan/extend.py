@@ -10,6 +10,7 @@ A few layers and micro-batches are dry-run, because repeated ones take the same 
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import Counter
@@ -175,13 +176,12 @@ def measure(
     for run in runs:
         recording = run.recording
         seconds = durations(recording, gpu, cluster, fuses=fuses)
-        start, end = (mark.name for mark in recording.marks[-2:])
-        played = play(recording, seconds, run.dims, start, end)
+        played = play(recording, seconds, run.dims)
         exposed = _exposed(played.parts)
         if layout.pipeline is None:
             values |= {"step": played.seconds, "exposed": exposed}
             if layout.num_micro > 1:
-                later = play(_after_first_micro_batch(recording), seconds, run.dims, _LATER, end)
+                later = play(_after_first_micro_batch(recording), seconds, run.dims)
                 values["micro"] = played.seconds - later.seconds
                 values["exposed micro"] = exposed - _exposed(later.parts)
             continue
@@ -197,17 +197,13 @@ def measure(
     return values
 
 
-_LATER = "later micro-batches"
-
-
 def _after_first_micro_batch(recording: Recording) -> Recording:
-    """Return the recording with a mark `_LATER` before the second micro-batch of the last step."""
+    """Return the recording with the second micro-batch of the last step as the start of the step."""
     start = recording.marks[-2].num_work
     second = [index for index in recording.micro_batches if index >= start][1]
-    marked = Recording()
-    marked.__dict__.update(recording.__dict__)
-    marked.marks = [*recording.marks, Mark(_LATER, 0, second)]
-    return marked
+    later = copy.copy(recording)
+    later.marks = [Mark("later micro-batches", 0, second), recording.marks[-1]]
+    return later
 
 
 def _exposed(parts: Mapping[str, float]) -> float:

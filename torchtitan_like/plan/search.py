@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NUM_DRY_RUN = 12  # layouts that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth
 MAX_FULL = 6  # of them, if some do not fit
-PER_GROUP = 2  # of those with the same degrees and schedule, which differ little
+PER_GROUP = 2  # of those with the same degrees, which differ little
 MEMORY_MARGIN = 1.25  # of the closed form, which is too high for some layouts
 
 # Called with a phase, what is done, the total, and seconds since the phase began.
@@ -161,12 +161,12 @@ def rank(screened: Screened) -> tuple[float, int, float, float]:
 
 
 def shortlist(legal: Sequence[Screened], number: int) -> list[Layout]:
-    """Return the first layouts, at most `PER_GROUP` of those with the same degrees and schedule."""
+    """Return the first layouts, at most `PER_GROUP` of those with the same degrees."""
     counts: Counter[object] = Counter()
     chosen: list[Layout] = []
     for screened in legal:
         layout = screened.layout
-        group = layout.pp, layout.cp, layout.tp, layout.pipeline, layout.expert_tp
+        group = layout.pp, layout.cp, layout.tp, layout.expert_tp
         counts[group] += 1
         if counts[group] <= PER_GROUP:
             chosen.append(layout)
