@@ -1,4 +1,4 @@
-"""`titan plan`: the memory of a configuration by a dry run, or the layouts that fit a cluster."""
+"""`titan plan`: the memory and step time of a configuration, or the layouts that fit a cluster."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torchtitan_like.cli.common import (
     print_json,
 )
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
+from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
 from torchtitan_like.plan.gpus import DEFAULT_GPU
 from torchtitan_like.plan.layouts import NETS
 from torchtitan_like.util.output import show_error
@@ -36,6 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_GPU,
         metavar="NAME",
         help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
+    )
+    parser.add_argument(
+        "--cluster",
+        default=DEFAULT_CLUSTER,
+        metavar="NAME",
+        help="a cluster by name, or a TOML file that describes one, for the step time "
+        f"(default: {DEFAULT_CLUSTER})",
     )
     parser.add_argument(
         "--rank-of-stage",
@@ -97,8 +105,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "With CONFIG: runs two steps of the trainer under fake tensors on ranks that do not exist,\n"
-        "and prints the memory of a GPU by what it holds. Returns 0 if it fits, 1 if not, and 78 for\n"
-        "a configuration that cannot work.\n"
+        "and prints the memory of a GPU by what it holds, and the time of a step by its parts. Returns\n"
+        "0 if it fits, 1 if not, and 78 for a configuration that cannot work.\n"
         "With --params: prints the layouts that fit, fastest first, with their memory by parts, and\n"
         "the config lines of the first ones. The times only order the layouts and are not a forecast.\n"
         "Returns 0, or 1 if no layout fits.\n"
@@ -136,6 +144,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _dry_run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
+    from torchtitan_like.plan.clusters import load_cluster
     from torchtitan_like.plan.gpus import load_gpu
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
@@ -144,6 +153,11 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         gpu = load_gpu(arguments.gpu)
     except ValueError as error:
         show_error(f"--gpu: {error}")
+        return FAILED
+    try:
+        cluster = load_cluster(arguments.cluster)
+    except ValueError as error:
+        show_error(f"--cluster: {error}")
         return FAILED
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:
@@ -164,25 +178,38 @@ def _dry_run(arguments: argparse.Namespace) -> int:
             f"{num_stages - 1}: correct it"
         )
         return FAILED
-    return _print_memory(config, arguments, gpu, None if stage == "all" else [int(stage)])
+    return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
 
 
-def _print_memory(
-    config: Any, arguments: argparse.Namespace, gpu: Any, stages: list[int] | None
+def _print_plan(
+    config: Any, arguments: argparse.Namespace, gpu: Any, cluster: Any, stages: list[int] | None
 ) -> int:
-    from torchtitan_like.plan.dry_memory import assumptions, plan_memory, unsupported
-    from torchtitan_like.plan.memory_report import as_json, fits, lines
+    from torchtitan_like.plan import memory_report, time_report
+    from torchtitan_like.plan.dry_memory import assumptions, dry_runs, unsupported
+    from torchtitan_like.plan.ledger import memory_of
+    from torchtitan_like.plan.timeline import step_time
 
     if problem := unsupported(config):
         show_error(problem)
         return os.EX_CONFIG
-    memories = plan_memory(config, arguments.world_size, gpu, stages)
+    runs = dry_runs(config, arguments.world_size, gpu, stages)
+    memories = [memory_of(run) for run in runs]
     notes = assumptions(config)
+    time = None
+    if len(runs) == runs[0].dims.pp:  # a step waits for all stages
+        try:
+            time = step_time(runs, config, gpu, cluster)
+        except ValueError as error:
+            notes.append(f"no step time: {error}")
     if arguments.json:
-        print_json(as_json(memories, gpu, notes))
+        plan = memory_report.as_json(memories, gpu, notes)
+        plan["time"] = None if time is None else time_report.as_json(time, gpu, cluster)
+        print_json(plan)
     else:
-        print("\n".join(lines(memories, gpu, notes)))
-    return 0 if fits(memories, gpu) else NOTHING_FITS
+        print("\n".join(memory_report.lines(memories, gpu, notes)))
+        if time is not None:
+            print("\n".join(time_report.lines(time, gpu, cluster)))
+    return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS
 
 
 def _list_layouts(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ DEBUG = "debug_model.toml"
         (["--params", "8e9", "--gpus", "8", "--world-size", "8"], "--world-size does not belong"),
         (["--params", "8e9", "--gpus", "8", "--training.steps", "8"], "--training.steps does not"),
         ([DEBUG, "--world-size", "2", "--gpu", "h99"], "there is no GPU 'h99'"),
+        ([DEBUG, "--world-size", "2", "--cluster", "dgx"], "there is no cluster 'dgx'"),
         ([DEBUG, "--world-size", "2", "--rank-of-stage", "1"], "a pipeline rank from 0 to 0"),
     ],
 )
@@ -57,3 +58,10 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
         # AdamW's two states are as large as the fp32 weights, except for the step counts.
         assert 2 <= parts["optimizer"] / parts["parameters"] < 2.01
     assert "logits and loss" in plan["ranks"][1]["by_category"]
+    time = plan["time"]
+    assert sum(time["parts"].values()) == pytest.approx(time["seconds"])
+    # 8 samples of 256 tokens on 4 GPUs.
+    assert time["tokens_per_second"] * time["seconds"] == pytest.approx(8 * 256 / 4)
+    assert {"matrix products", "optimizer", "bubble"} <= time["parts"].keys()
+    assert time["cluster"] == "default"
+    assert any("unvalidated" in note for note in time["notes"])
