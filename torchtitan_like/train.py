@@ -573,9 +573,7 @@ class Trainer:
         )
         self.metrics.observers += [replay_bundles.observe, spikes.observe]
         settings = settings_of(parse_config(dump_toml(self.config)), self.world.size)
-        plan = find_plan(
-            self.attempt.run, self.config.job.config_file, settings, self.failures
-        )
+        plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
         if plan is not None:
             check = PlanCheck(
                 plan,

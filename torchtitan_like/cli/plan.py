@@ -1,4 +1,4 @@
-"""`titan plan`: the memory of a configuration, by a dry run."""
+"""`titan plan`: the memory and step time of a configuration, by a dry run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from torchtitan_like.cli.common import (
     add_json_flag,
     positive_int,
     print_json,
+    show_problem,
 )
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
+from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
 from torchtitan_like.plan.gpus import DEFAULT_GPU
 from torchtitan_like.util.output import show_error
 
@@ -36,19 +38,33 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
     )
     parser.add_argument(
+        "--cluster",
+        default=DEFAULT_CLUSTER,
+        metavar="NAME",
+        help="a cluster by name, or a TOML file that describes one, for the step time "
+        f"(default: {DEFAULT_CLUSTER})",
+    )
+    parser.add_argument(
         "--rank-of-stage",
         default="all",
         metavar="STAGE",
         help="the pipeline rank to dry-run, from 0; default: all, one rank of each",
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the plan to this file, such as X.plan.json next to X.toml",
+    )
     add_json_flag(parser)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Runs two steps of the trainer under fake tensors on ranks that do not exist, and prints the\n"
-        "memory of a GPU by what it holds. Needs no GPU. Returns 0 if it fits, 1 if not, 2 for wrong\n"
-        "arguments, and 78 for a configuration that cannot work.\n"
-        "`titan plan search` finds the fastest layouts that fit. `titan plan compare` compares a run\n"
-        "with its plan.\n\n"
+        "memory of a GPU by what it holds, and the time of a step by its parts. Needs no GPU. Returns\n"
+        "0 if it fits, 1 if not, 2 for wrong arguments, and 78 for a configuration that cannot work.\n"
+        "A run of X.toml compares itself with X.plan.json (-o). `titan plan compare` does so afterwards.\n"
+        "`titan plan search` finds the fastest layouts that fit.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -72,6 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _dry_run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
+    from torchtitan_like.plan.clusters import load_cluster
     from torchtitan_like.plan.gpus import load_gpu
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
@@ -80,6 +97,11 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         gpu = load_gpu(arguments.gpu)
     except ValueError as error:
         show_error(f"--gpu: {error}")
+        return FAILED
+    try:
+        cluster = load_cluster(arguments.cluster)
+    except ValueError as error:
+        show_error(f"--cluster: {error}")
         return FAILED
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:
@@ -100,22 +122,50 @@ def _dry_run(arguments: argparse.Namespace) -> int:
             f"{num_stages - 1}: correct it"
         )
         return FAILED
-    return _print_memory(config, arguments, gpu, None if stage == "all" else [int(stage)])
+    if stage != "all" and arguments.output is not None:
+        show_error("-o: expected a plan of all stages: leave --rank-of-stage out")
+        return FAILED
+    return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
 
 
-def _print_memory(
-    config: Any, arguments: argparse.Namespace, gpu: Any, stages: list[int] | None
+def _print_plan(
+    config: Any, arguments: argparse.Namespace, gpu: Any, cluster: Any, stages: list[int] | None
 ) -> int:
-    from torchtitan_like.plan.dry_memory import assumptions, plan_memory, unsupported
-    from torchtitan_like.plan.memory_report import as_json, fits, lines
+    from torchtitan_like.plan import memory_report, time_report
+    from torchtitan_like.plan.dry_memory import assumptions, dry_runs, unsupported
+    from torchtitan_like.plan.ledger import memory_of
+    from torchtitan_like.plan.plan_file import plan_of
+    from torchtitan_like.plan.timeline import step_time
+    from torchtitan_like.util.plan_file import write_plan
 
     if problem := unsupported(config):
         show_error(problem)
         return os.EX_CONFIG
-    memories = plan_memory(config, arguments.world_size, gpu, stages)
+    runs = dry_runs(config, arguments.world_size, gpu, stages)
+    memories = [memory_of(run) for run in runs]
     notes = assumptions(config)
+    time = None
+    if len(runs) == runs[0].dims.pp:  # a step waits for all stages
+        try:
+            time = step_time(runs, config, gpu, cluster)
+        except ValueError as error:
+            notes.append(f"no step time: {error}")
     if arguments.json:
-        print_json(as_json(memories, gpu, notes))
+        plan = memory_report.as_json(memories, gpu, notes)
+        plan["time"] = None if time is None else time_report.as_json(time, gpu, cluster)
+        print_json(plan)
     else:
-        print("\n".join(lines(memories, gpu, notes)))
-    return 0 if fits(memories, gpu) else NOTHING_FITS
+        print("\n".join(memory_report.lines(memories, gpu, notes)))
+        if time is not None:
+            print("\n".join(time_report.lines(time, gpu, cluster)))
+    if arguments.output is not None:
+        try:
+            write_plan(
+                arguments.output,
+                plan_of(config, arguments.world_size, memories, time, gpu, cluster),
+            )
+        except OSError as error:
+            show_problem(error)
+            return FAILED
+        show_error(f"Wrote {arguments.output}")
+    return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS

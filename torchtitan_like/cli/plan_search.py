@@ -47,8 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         default=DEFAULT_CLUSTER,
         metavar="NAME",
-        help="a cluster by name, or a TOML file that describes one "
-        f"(default: {DEFAULT_CLUSTER})",
+        help=f"a cluster by name, or a TOML file that describes one (default: {DEFAULT_CLUSTER})",
     )
     parser.add_argument(
         "--global-batch-tokens",
@@ -125,7 +124,9 @@ def run(arguments: argparse.Namespace) -> int:
         show_error("titan plan search: CONFIG is missing. Expected a TOML file: name it")
         return FAILED
     if arguments.world_size is None:
-        show_error("titan plan search: --world-size is missing. Expected the number of GPUs: give it")
+        show_error(
+            "titan plan search: --world-size is missing. Expected the number of GPUs: give it"
+        )
         return FAILED
     if arguments.max_memory > 1:
         show_error(
@@ -161,6 +162,7 @@ def _search(
     from torchtitan_like.plan import search_report
     from torchtitan_like.plan.dry_memory import assumptions, unsupported
     from torchtitan_like.plan.search import global_batch_of, search, space_of
+    from torchtitan_like.plan.time_report import caveats
     from torchtitan_like.util.files import write_atomically
 
     if problem := unsupported(config):
@@ -174,15 +176,20 @@ def _search(
     world_size: int = arguments.world_size
     samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
     space = space_of(config, world_size, cluster.gpus_per_node, samples)
-    found = search(space, gpu, cluster, arguments.max_memory, ProgressLine())
+    try:
+        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine())
+    except ValueError as error:  # the GPU has no peak for a dtype
+        show_error(f"--gpu {arguments.gpu}: {error}")
+        return FAILED
+    notes = [*assumptions(config), *caveats(gpu, cluster)]
     request = search_report.Request(
         gpu, cluster, arguments.max_memory, arguments.tokens, arguments.price_per_hour
     )
     if arguments.json:
-        print_json(search_report.as_json(found, request) | {"notes": assumptions(config)})
+        print_json(search_report.as_json(found, request) | {"notes": notes})
     else:
         print("\n".join(search_report.lines(found, request)))
-        for note in assumptions(config):
+        for note in notes:
             print(f"Note: {note}")
     if not found.ranked:
         return NOTHING_FITS

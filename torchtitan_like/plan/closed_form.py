@@ -207,11 +207,12 @@ def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Netwo
     """Return the estimated seconds of a step.
 
     Computing, the bubble and the imbalance of a pipeline, and the traffic that does not overlap.
+    Raises ValueError if the GPU states no peak for the dtype.
     """
     config = space.config
     tokens = space.global_batch * config.training.seq_len
     flops = sizes.flops_per_token * tokens * (1 + RECOMPUTED[layout.recompute])
-    peak = gpu.peak_tflops[_dtype(config)] * 1e12
+    peak = _peak_flops(config, gpu)
     computing = flops / (peak * COMPUTE_REACHED) / space.world_size
     traffic = _traffic(layout, sizes, space, network)
     hideable = traffic["data"]
@@ -220,8 +221,15 @@ def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Netwo
     return (computing + exposed) * _pipeline_factor(layout, space)
 
 
-def _dtype(config: JobConfig) -> str:
-    return "bfloat16" if config.training.mixed_precision_param == "bfloat16" else "float32"
+def _peak_flops(config: JobConfig, gpu: Gpu) -> float:
+    """Return the peak FLOP/s of matrix products. Raises ValueError if the GPU states none."""
+    dtype = config.training.mixed_precision_param
+    if dtype not in gpu.peak_tflops:
+        raise ValueError(
+            f"{gpu.name} has no peak for {dtype}. Expected {dtype} in [peak_tflops]: add it to the "
+            "description of the GPU"
+        )
+    return gpu.peak_tflops[dtype] * 1e12
 
 
 def _pipeline_factor(layout: Layout, space: Space) -> float:

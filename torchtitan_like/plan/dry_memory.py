@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
-from torchtitan_like.plan.dry_run import dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
 from torchtitan_like.util.units import MIB
@@ -19,11 +19,21 @@ def plan_memory(
 
     Raises RuntimeError if the configuration does not train.
     """
+    return [memory_of(run) for run in dry_runs(config, world_size, gpu, stages)]
+
+
+def dry_runs(
+    config: JobConfig, world_size: int, gpu: Gpu, stages: Sequence[int] | None = None
+) -> list[DryRun]:
+    """Return the recordings of one rank of each pipeline rank in `stages`; None: of all.
+
+    Raises RuntimeError if the configuration does not train.
+    """
     ranks = ranks_of_stages(dims_of(config, world_size))
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
     workspace = round(gpu.cublas_workspace_mib * MIB)
     runs = record_ranks(config, world_size, chosen, matmul_workspace=workspace)
-    return [memory_of(runs[rank]) for rank in chosen]
+    return [runs[rank] for rank in chosen]
 
 
 def unsupported(config: JobConfig) -> str:

@@ -7,12 +7,13 @@ cluster. No constant depends on a model or on a layout.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.gpus import Gpu
-from torchtitan_like.plan.record import COMPUTE, Free, Recording, WorkItem
+from torchtitan_like.plan.record import COMPUTE, Alloc, Free, Recording, WorkItem
 
 LAUNCH = 4e-6  # seconds of the device between two kernels of a stream
 PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 % of 32
@@ -60,6 +61,9 @@ def is_message(item: WorkItem) -> bool:
     return item.kind == "collective" and item.op.startswith(_MESSAGES)
 
 
+_ADDING = ("addmm", "baddbmm")  # their first operand is added to the product
+
+
 def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return FLOPs / rate, at least the time of its bytes.
 
@@ -67,16 +71,19 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     multiprocessors' tiles that hold results, times k / (k + 256).
     """
     peak = peak_flops(item.dtype, gpu)
-    rate = peak * cluster.matmul_efficiency * fill_share(item.shapes, gpu.multiprocessors)
+    operands = item.shapes[1:] if item.op in _ADDING else item.shapes
+    rate = peak * cluster.matmul_efficiency * fill_share(operands, gpu.multiprocessors)
     return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
 
 
-def fill_share(shapes: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
-    """Return the share of the peak that tiles and waves allow: operands (m, k) and (k, n)."""
-    operands = [shape for shape in shapes if len(shape) >= 2][-2:]
-    if len(operands) < 2:
+def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
+    """Return the share of the peak that tiles and waves allow.
+
+    operands: (..., m, k) and (..., k, n), then anything. 1.0 for others, such as convolutions.
+    """
+    if len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
         return 1.0
-    (m, k), (_, n) = operands[0][-2:], operands[1][-2:]
+    (m, k), n = operands[0][-2:], operands[1][-1]
     batch = math.prod(operands[0][:-2])
     ramp = k / (k + RAMP)
     area = batch * m * n
@@ -114,6 +121,23 @@ def visible_share(item: WorkItem) -> float:
     first = 1 if "backward" in item.op else 0  # the gradient comes first
     queries, keys = item.shapes[first][-2], item.shapes[first + 1][-2]
     return 1 - queries / (2 * keys)
+
+
+# Kernels that touch only the indexed rows of their largest tensor.
+_INDEXED = ("embedding", "gather", "scatter_add_", "index")
+# Kernels whose name ends with "_", but which only write what others change in place.
+_OVERWRITING = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
+
+
+def traffic(item: WorkItem) -> int:
+    """Return the bytes that a kernel reads and writes in the GPU's memory."""
+    if item.op in _INDEXED:
+        largest = max((num_bytes for _, num_bytes in item.reads), default=0)
+        return 2 * (item.num_bytes - largest)
+    if item.op.endswith("_") and item.op not in _OVERWRITING:
+        written = sum(num_bytes for _, num_bytes in item.writes)
+        return item.num_bytes + (written or item.num_bytes)
+    return item.num_bytes
 
 
 def memory_seconds(num_bytes: float, gpu: Gpu, cluster: Cluster) -> float:
@@ -172,7 +196,7 @@ def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
         return matmul_seconds(item, gpu, cluster) + LAUNCH
     if item.kind == "attention":
         return attention_seconds(item, gpu, cluster) + LAUNCH
-    return memory_seconds(item.num_bytes, gpu, cluster) + LAUNCH
+    return memory_seconds(traffic(item), gpu, cluster) + LAUNCH
 
 
 def durations(
@@ -187,6 +211,8 @@ def durations(
     return seconds
 
 
+FEW_BYTES = 64  # of the result of a reduction of a whole tensor
+
 # Kernels that a compiler does not fuse with their neighbors.
 _NOT_FUSED = ("embedding", "_fused_adam", "_foreach", "split_with_sizes_copy", "_chunk_cat")
 
@@ -196,9 +222,18 @@ def fused_bytes(recording: Recording) -> dict[int, int]:
 
     Between two matrix products, attentions, collectives or waits, all such kernels become one. It
     reads what exists before, and writes what is alive after it. It is the last of them; the others
-    get 0 bytes. The optimizer and kernels of other streams are not compiled.
+    get 0 bytes. A reduction to a few numbers, such as float8's largest value, ends a kernel: the
+    next one reads its input again. What a block computes twice is computed once. The optimizer and
+    other streams are not compiled.
     """
+    repeated, first_copy = find_repeated(recording)
     freed_at = {event.id: event.at for event in recording.events if isinstance(event, Free)}
+    for index, item in enumerate(recording.work):
+        if index not in repeated:
+            for storage, _ in item.reads:
+                if storage in first_copy:  # the first copy is read in its place
+                    first = first_copy[storage]
+                    freed_at[first] = max(freed_at.get(first, 0), index + 1)
     fused: dict[int, int] = {}
     run: list[int] = []
 
@@ -210,6 +245,7 @@ def fused_bytes(recording: Recording) -> dict[int, int]:
         for index in run:
             item = recording.work[index]
             for storage, num_bytes in item.reads:
+                storage = first_copy.get(storage, storage)
                 if storage not in written or storage == 0:
                     read[storage] = max(read.get(storage, 0), num_bytes)
             for storage, num_bytes in item.writes:
@@ -223,10 +259,59 @@ def fused_bytes(recording: Recording) -> dict[int, int]:
     for index, item in enumerate(recording.work):
         if item.stream != COMPUTE:
             continue
-        is_block = item.pass_ != "update" and item.module.startswith("layers.")
-        if item.kind == "memory" and is_block and not item.op.startswith(_NOT_FUSED):
+        if index in repeated:
+            fused[index] = 0
+        elif _is_compiled(item):
             run.append(index)
+            if item.writes and max(size for _, size in item.writes) <= FEW_BYTES:
+                close()
         else:
             close()
     close()
     return fused
+
+
+def _is_compiled(item: WorkItem) -> bool:
+    is_block = item.pass_ != "update" and item.module.startswith("layers.")
+    return item.kind == "memory" and is_block and not item.op.startswith(_NOT_FUSED)
+
+
+def find_repeated(recording: Recording) -> tuple[set[int], dict[int, int]]:
+    """Return the kernels that compute again what their block has, and their results' first copies.
+
+    A compiled block computes an expression once: three projections of one input cast it to float8
+    once. Backward and the recomputation before it are one graph. Views are told apart only by their
+    size, so only kernels that read whole tensors count.
+    """
+    sizes = {event.id: event.num_bytes for event in recording.events if isinstance(event, Alloc)}
+    repeated: set[int] = set()
+    first_copy: dict[int, int] = {}
+    versions: Counter[int] = Counter()  # changes in place
+    known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
+    graph = ("", False)
+    for index, item in enumerate(recording.work):
+        if item.stream != COMPUTE or not _is_compiled(item):
+            continue
+        now = ".".join(item.module.split(".")[:2]), item.pass_ == "forward"
+        if now != graph:
+            graph = now
+            known.clear()
+        if item.op.endswith("_"):
+            versions.update(storage for storage, _ in item.writes)
+            continue
+        if not item.writes or any(sizes.get(s) != n for s, n in (*item.reads, *item.writes)):
+            continue
+        operands = [first_copy.get(storage, storage) for storage, _ in item.reads]
+        key = (
+            item.op,
+            *((operand, versions[operand]) for operand in operands),
+            *(num_bytes for _, num_bytes in item.writes),
+        )
+        results = known.setdefault(key, item.writes)
+        if results is not item.writes:
+            repeated.add(index)
+            first_copy |= {
+                storage: first
+                for (storage, _), (first, _) in zip(item.writes, results, strict=True)
+            }
+    return repeated, first_copy

@@ -13,24 +13,22 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.schedule_view import Action, order_of, refusal, schedule
+from torchtitan_like.distributed.schedule_view import Action, order_of, refusal
 from torchtitan_like.distributed.stages import SCHEDULES
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, ranks_of_stages
-from torchtitan_like.plan.durations import durations
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, with_settings
 from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
-from torchtitan_like.plan.record import Mark, Recording
-from torchtitan_like.plan.timeline import play
+from torchtitan_like.plan.record import Mark
+from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
 from torchtitan_like.util.units import MIB
 
 # Layers of each stage at the two depths.
@@ -167,47 +165,44 @@ def measure(
 ) -> dict[str, float]:
     """Return the memory and the durations of the recorded ranks, by name.
 
-    `gib`; `outside`: seconds outside of a pipeline's actions; `exposed outside`. For each action of
-    a pipeline, `<position> <kind>`: seconds; `exposed`: seconds per micro-batch, of the first rank.
-    Without a pipeline: `step`, `exposed`, and of one micro-batch `micro`, `exposed micro`.
+    `gib`: of the fullest rank. Without a pipeline: seconds of the recorded `step`, of which
+    `exposed` to communication, and of one micro-batch: `micro`, `exposed micro`. With a pipeline:
+    `<position> <kind>` of each action, `outside` of actions, of a `message` between stages, and
+    `exposed` in a micro-batch.
     """
-    values = {"gib": max(needed_gib(memory_of(run)) for run in runs)}
-    fuses = config.compile.enable and "model" in config.compile.components
-    for run in runs:
-        recording = run.recording
-        seconds = durations(recording, gpu, cluster, fuses=fuses)
-        played = play(recording, seconds, run.dims)
-        exposed = _exposed(played.parts)
-        if layout.pipeline is None:
-            values |= {"step": played.seconds, "exposed": exposed}
-            if layout.num_micro > 1:
-                later = play(_after_first_micro_batch(recording), seconds, run.dims)
-                values["micro"] = played.seconds - later.seconds
-                values["exposed micro"] = exposed - _exposed(later.parts)
-            continue
-        by_kind: dict[str, list[float]] = {}
-        for action, duration in played.actions:
-            key = f"{_position(action.stage, layout)} {action.kind}"
-            by_kind.setdefault(key, []).append(duration)
-        values |= {key: statistics.median(each) for key, each in by_kind.items()}
-        outside = played.seconds - sum(duration for _, duration in played.actions)
-        values["outside"] = max(values.get("outside", 0.0), outside)
-        per_micro = exposed / few_micro_batches(layout)
-        values["exposed"] = max(values.get("exposed", 0.0), per_micro)
+    values = {
+        "gib": max(needed_gib(memory_of(run)) for run in runs),
+        "message": max(message_seconds(run.recording, gpu, cluster) for run in runs),
+    }
+    plays = play_all(runs, config, gpu, cluster)
+    if layout.pipeline is None:
+        (played,) = plays
+        values |= {"step": played.seconds, "exposed": _exposed(played)}
+        if layout.num_micro > 1:
+            (later,) = play_all(list(map(_after_first_micro_batch, runs)), config, gpu, cluster)
+            values["micro"] = played.seconds - later.seconds
+            values["exposed micro"] = _exposed(played) - _exposed(later)
+        return values
+    by_kind: dict[str, list[float]] = {}
+    for action, duration in (each for played in plays for each in played.actions):
+        by_kind.setdefault(f"{_position(action.stage, layout)} {action.kind}", []).append(duration)
+    values |= {key: statistics.median(each) for key, each in by_kind.items()}
+    values["outside"] = max(played.outside for played in plays)
+    values["exposed"] = max(map(_exposed, plays)) / few_micro_batches(layout)
     return values
 
 
-def _after_first_micro_batch(recording: Recording) -> Recording:
-    """Return the recording with the second micro-batch of the last step as the start of the step."""
-    start = recording.marks[-2].num_work
-    second = [index for index in recording.micro_batches if index >= start][1]
-    later = copy.copy(recording)
-    later.marks = [Mark("later micro-batches", 0, second), recording.marks[-1]]
-    return later
+def _after_first_micro_batch(run: DryRun) -> DryRun:
+    """Return a run whose last step begins with its second micro-batch."""
+    marks = run.recording.marks
+    starts = [index for index in run.recording.micro_batches if index >= marks[-2].num_work]
+    later = copy.copy(run.recording)
+    later.marks = [Mark("later micro-batches", 0, starts[1]), marks[-1]]
+    return replace(run, recording=later)
 
 
-def _exposed(parts: Mapping[str, float]) -> float:
-    return sum(value for part, value in parts.items() if part.startswith("exposed"))
+def _exposed(played: Played) -> float:
+    return sum(value for part, value in played.parts.items() if part.startswith("exposed"))
 
 
 def _position(stage: int, layout: Layout) -> str:
@@ -236,11 +231,10 @@ def _pipeline(layout: Layout, value: Value) -> tuple[float, float, float]:
         key = f"{_position(action.stage, layout)} {action.kind}"
         return value.get(key, value.get(f"first {action.kind}", 0.0))
 
-    starts = schedule(order, seconds)
-    end = max(start + seconds(action) for row in starts for start, action in row)
-    busy = sum(seconds(action) for row in order for action in row)
-    total = end + value["outside"]
-    bubble = (end * layout.pp - busy) / (total * layout.pp)
+    outside = [value["outside"]] * layout.pp
+    total = max(pipeline_ends(order, seconds, outside, value["message"]))
+    busy = sum(seconds(action) for row in order for action in row) / layout.pp
+    bubble = 1 - (busy + value["outside"]) / total
     return total, bubble, value["exposed"] * layout.num_micro
 
 

@@ -77,9 +77,7 @@ class Found:
     num_slower: int = 0
 
 
-def space_of(
-    config: JobConfig, world_size: int, ranks_per_node: int, global_batch: int
-) -> Space:
+def space_of(config: JobConfig, world_size: int, ranks_per_node: int, global_batch: int) -> Space:
     """Return the space of a configuration. global_batch: samples of a step."""
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
@@ -117,7 +115,9 @@ def global_batch_of(config: JobConfig, world_size: int, tokens: float | None) ->
 # ---- rules and formulas
 
 
-def screen(space: Space, gpu: Gpu, network: Network, limit_gib: float) -> tuple[Found, list[Screened]]:
+def screen(
+    space: Space, gpu: Gpu, network: Network, limit_gib: float
+) -> tuple[Found, list[Screened]]:
     """Enumerate, check and estimate all layouts. Returns the legal ones, the fastest first.
 
     Layouts far above `limit_gib` are left out. So are those that change settings of the command line.

@@ -7,14 +7,14 @@ another. So overlap and prefetch are what the trainer does, not rules of this mo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 from torchtitan_like.build import batch_geometry
 from torchtitan_like.config import JobConfig
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.schedule_view import Action, schedule
+from torchtitan_like.distributed.schedule_view import Action, Order, schedule
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun
@@ -74,9 +74,14 @@ class Played(NamedTuple):
     parts: Counter[Part]
     actions: list[tuple[Action, float]]
 
+    @property
+    def outside(self) -> float:
+        """Seconds outside of the pipeline's actions, such as the optimizer's."""
+        return self.seconds - sum(value for _, value in self.actions)
+
 
 def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Cluster) -> StepTime:
-    """Return the time of the second step of the dry runs: one run of each pipeline rank, in order.
+    """Return the time of the last step of the dry runs: one run of each pipeline rank, in order.
 
     Raises ValueError if pipeline ranks are missing, or the GPU has no peak for a dtype.
     """
@@ -86,23 +91,13 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
             f"{len(runs)} dry runs of a pipeline of {dims.pp} ranks. Expected one of each: plan all "
             "of them, without --rank-of-stage"
         )
-    compiles = config.compile.enable and "model" in config.compile.components
-    hidden = cluster.async_tp_hidden if config.parallelism.enable_async_tensor_parallel else 0.0
-    plays = []
-    for run in runs:
-        seconds = durations(run.recording, gpu, cluster, fuses=compiles)
-        if hidden:
-            seconds = [
-                value * (1 - hidden)
-                if _part_of(item, dims) == "exposed: tensor parallel"
-                else value
-                for item, value in zip(run.recording.work, seconds, strict=True)
-            ]
-        plays.append(play(run.recording, seconds, dims))
+    plays = play_all(runs, config, gpu, cluster)
     ends = [played.seconds for played in plays]
     if dims.pp > 1:
-        message = max(_message_seconds(run.recording, gpu, cluster) for run in runs)
-        ends = _with_bubble(plays, message)
+        message = max(message_seconds(run.recording, gpu, cluster) for run in runs)
+        seconds = {action: value for played in plays for action, value in played.actions}
+        order = [[action for action, _ in played.actions] for played in plays]
+        ends = pipeline_ends(order, seconds.__getitem__, [p.outside for p in plays], message)
     slowest = max(range(len(plays)), key=lambda stage: ends[stage])
     total = ends[slowest]
     parts = plays[slowest].parts.copy()
@@ -116,6 +111,22 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
         error_percent=cluster.error_percent,
         rank=runs[slowest].rank,
     )
+
+
+def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Cluster) -> list[Played]:
+    """Return the last step of each run, as if its peers never let it wait."""
+    compiles = config.compile.enable and "model" in config.compile.components
+    hidden = cluster.async_tp_hidden if config.parallelism.enable_async_tensor_parallel else 0.0
+    plays = []
+    for run in runs:
+        seconds = durations(run.recording, gpu, cluster, fuses=compiles)
+        if hidden:
+            seconds = [
+                value * (1 - hidden) if _is_tensor_parallel(item, run.dims) else value
+                for item, value in zip(run.recording.work, seconds, strict=True)
+            ]
+        plays.append(play(run.recording, seconds, run.dims))
+    return plays
 
 
 def _tokens_per_gpu(config: JobConfig, dims: ParallelDims) -> float:
@@ -138,17 +149,15 @@ def play(
     recording: Recording,
     seconds: Sequence[float],
     dims: ParallelDims,
-    start: str = "step 1",
-    end: str = "step 2",
     host_operator: float = HOST_OPERATOR,
 ) -> Played:
-    """Run the work between two marks on its streams, and return when all of it is done.
+    """Run the work between the last two marks on its streams, and return when all of it is done.
 
     An item starts when the host has issued it, its stream is free, and, for a collective, its
     process group is free: NCCL runs the collectives of a group one after another. Messages between
     stages take no time here. seconds: of each item.
     """
-    marks = {mark.name: mark.num_work for mark in recording.marks}
+    start, end = (mark.num_work for mark in recording.marks[-2:])
     streams: dict[int, float] = {}
     lanes: dict[str, float] = {}
     ends: dict[int, float] = {}  # of each item, and of all before it on its stream
@@ -156,7 +165,7 @@ def play(
     boundaries = _boundaries(recording)
     clock_at: dict[int, float] = {}
     host = 0.0
-    for index in range(marks[start], marks[end]):
+    for index in range(start, end):
         item = recording.work[index]
         if index in boundaries:
             clock_at[index] = streams.get(COMPUTE, 0.0)
@@ -185,14 +194,14 @@ def play(
         if item.stream == COMPUTE:
             parts[_part_of(item, dims)] += finish - begin
         streams[item.stream] = finish
-    clock_at[marks[end]] = streams.get(COMPUTE, 0.0)
+    clock_at[end] = streams.get(COMPUTE, 0.0)
     total = max(streams.values(), default=0.0)
-    if total > clock_at[marks[end]]:
-        parts["exposed: data parallel"] += total - clock_at[marks[end]]
+    if total > clock_at[end]:
+        parts["exposed: data parallel"] += total - clock_at[end]
     actions = [
         (span.action, clock_at[span.end] - clock_at[span.start])
         for span in recording.actions
-        if marks[start] <= span.start and span.end <= marks[end]
+        if start <= span.start and span.end <= end
     ]
     return Played(total, parts, actions)
 
@@ -209,6 +218,10 @@ def _part_of(item: WorkItem, dims: ParallelDims) -> Part:
     return "optimizer" if item.pass_ == "update" else _KINDS[item.kind]
 
 
+def _is_tensor_parallel(item: WorkItem, dims: ParallelDims) -> bool:
+    return item.group is not None and (item.group.size, item.group.stride) == (dims.tp, 1)
+
+
 def dimension_of(group: Group, dims: ParallelDims, *, is_message: bool = False) -> Part:
     """Return the kind of parallelism whose group this is, by its size and stride."""
     if (group.size, group.stride) == (dims.tp, 1) and dims.tp > 1:
@@ -223,24 +236,20 @@ def dimension_of(group: Group, dims: ParallelDims, *, is_message: bool = False) 
 # ---- pipelines
 
 
-def _with_bubble(plays: Sequence[Played], message: float) -> list[float]:
+def pipeline_ends(
+    order: Order, duration: Callable[[Action], float], outside: Sequence[float], message: float
+) -> list[float]:
     """Return when each pipeline rank is done, if its actions wait for those of the others.
 
-    message: seconds of a message between stages. What a rank does outside of its actions, such as
-    the optimizer, is added at the end.
+    outside: seconds of each rank after its last action. message: between two stages.
     """
-    seconds = {action: value for played in plays for action, value in played.actions}
-    order = [[action for action, _ in played.actions] for played in plays]
-    starts = schedule(order, seconds.__getitem__, message)
-    ends = []
-    for played, row in zip(plays, starts, strict=True):
-        start, last = row[-1]
-        inside = sum(value for _, value in played.actions)
-        ends.append(start + seconds[last] + played.seconds - inside)
-    return ends
+    starts = schedule(order, duration, message)
+    return [
+        row[-1][0] + duration(row[-1][1]) + rest for row, rest in zip(starts, outside, strict=True)
+    ]
 
 
-def _message_seconds(recording: Recording, gpu: Gpu, cluster: Cluster) -> float:
+def message_seconds(recording: Recording, gpu: Gpu, cluster: Cluster) -> float:
     """Return the time of the longest message between stages."""
     messages = (item for item in recording.work if is_message(item))
     return max((collective_seconds(item, gpu, cluster) for item in messages), default=0.0)

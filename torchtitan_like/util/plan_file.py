@@ -115,8 +115,9 @@ def read_plan(path: Path) -> PlanFile:
             raise ValueError(f"its version is not {VERSION}")
         plan = PlanFile(**content)
         for name in ("reserved", "active", "fullest"):
-            if not getattr(plan, name) > 0:
-                raise ValueError(f"{name} is {getattr(plan, name)!r}")
+            value = getattr(plan, name)
+            if value is None or not value > 0:
+                raise ValueError(f"{name} is {value!r}")
         if plan.step_seconds is not None and not plan.step_seconds > 0:
             raise ValueError(f"step_seconds is {plan.step_seconds!r}")
     except (TypeError, ValueError) as error:

@@ -113,7 +113,9 @@ def test_the_experts_of_a_mixture_are_divided_from_the_rest() -> None:
 def test_memory_is_near_a_published_run() -> None:
     """TorchTitan logged 47.4 to 49.7 GiB with every second layer recomputed (8B, 8 H100, FSDP)."""
     given = space(8, 8, "llama3_8b", "--loss.chunk_mib=0")
-    assert memory_gib(replace(FSDP_8, recompute="every n"), sizes(), given) == pytest.approx(48.3, rel=0.15)
+    assert memory_gib(replace(FSDP_8, recompute="every n"), sizes(), given) == pytest.approx(
+        48.3, rel=0.15
+    )
 
 
 # Of `titan plan`: reserved GiB (docs/guides/planning.md).
@@ -155,7 +157,11 @@ def test_time_follows_the_layout() -> None:
     pipeline = {"pp": 4, "shard": 4, "num_micro": 16, "frees_weights": False}
     bubbles = [
         seconds(replace(FSDP_8, pipeline=kind, **pipeline), model, given, GPU, NETWORK)
-        for kind in (Pipeline("1F1B", 1), Pipeline("Interleaved1F1B", 2), Pipeline("ZBVZeroBubble", 2))
+        for kind in (
+            Pipeline("1F1B", 1),
+            Pipeline("Interleaved1F1B", 2),
+            Pipeline("ZBVZeroBubble", 2),
+        )
     ]
     assert bubbles[0] > bubbles[1] > bubbles[2]
 
@@ -176,7 +182,9 @@ def test_groups_share_the_network_of_a_node() -> None:
         (8, 64, (), "FSDP 8"),
     ],
 )
-def test_the_first_layout(world_size: int, batch: int, settings: tuple[str, ...], first: str) -> None:
+def test_the_first_layout(
+    world_size: int, batch: int, settings: tuple[str, ...], first: str
+) -> None:
     given = space(world_size, batch, "llama3_8b", *settings)
     _, legal = screen(given, GPU, NETWORK, 0.92 * GPU.memory_gib / 1.25)
     assert legal[0].layout.name == first

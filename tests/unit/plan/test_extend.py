@@ -59,7 +59,12 @@ def test_values_are_on_the_line_through_two_depths() -> None:
         # Each of two stages has three layers, less one for the embedding and one for the head.
         (PIPELINE, 12, [(3, 4), (5, 8)], (7, 12)),
         (PIPELINE, 7, [(5, 7)], (5, 7)),
-        (replace(PIPELINE, pipeline=Pipeline("Interleaved1F1B", 2)), 22, [(3, 10), (5, 18)], (6, 22)),
+        (
+            replace(PIPELINE, pipeline=Pipeline("Interleaved1F1B", 2)),
+            22,
+            [(3, 10), (5, 18)],
+            (6, 22),
+        ),
     ],
 )
 def test_depths(

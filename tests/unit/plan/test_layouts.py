@@ -102,8 +102,7 @@ def test_layouts_are_refused_as_preflight_refuses_them(
     for layout in layouts[:: len(layouts) // 20 + 1]:
         config = apply(layout, of)
         short = {
-            problem.rule or problem.key
-            for problem in check_layout(config, world_size, spec, args)
+            problem.rule or problem.key for problem in check_layout(config, world_size, spec, args)
         }
         assert short == errors(config, world_size), layout
         outcomes[bool(short)] += 1
@@ -131,9 +130,7 @@ def test_the_number_of_stages_is_the_one_that_preflight_derives(stages: int) -> 
     from torchtitan_like.distributed.stages import plan_stages
 
     mesh = next(
-        mesh
-        for mesh in meshes(of)
-        if mesh.pp == 8 and mesh.pipeline == ("Interleaved1F1B", stages)
+        mesh for mesh in meshes(of) if mesh.pp == 8 and mesh.pipeline == ("Interleaved1F1B", stages)
     )
     spec = get_spec("llama3")
     args = resolve_args(spec, "405B", {})
@@ -148,6 +145,8 @@ def test_settings_of_the_command_line_are_kept() -> None:
     assert all(keeps_given_settings(layout, free) for layout in all_layouts(free))
 
 
-@pytest.mark.parametrize(("number", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (9, [1, 3, 9])])
+@pytest.mark.parametrize(
+    ("number", "expected"), [(1, [1]), (12, [1, 2, 3, 4, 6, 12]), (9, [1, 3, 9])]
+)
 def test_divisors(number: int, expected: list[int]) -> None:
     assert divisors(number) == expected

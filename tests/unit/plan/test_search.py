@@ -70,9 +70,7 @@ def search_with(
     """Search with estimates of a function. A text is the message of a failed dry run."""
     calls: list[tuple[bool, list[Layout]]] = []
 
-    def dry_run(
-        layouts: Sequence[Layout], *rest: Any, is_full: bool
-    ) -> dict[Layout, Estimate]:
+    def dry_run(layouts: Sequence[Layout], *rest: Any, is_full: bool) -> dict[Layout, Estimate]:
         found: Found = rest[-1]
         calls.append((is_full, list(layouts)))
         estimates = {}
@@ -132,7 +130,9 @@ def test_a_failed_dry_run_is_named_and_the_search_continues(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def failing(layout: Layout, is_full: bool) -> Estimate | str:
-        return "Traceback\nValueError: no such kernel\n" if layout.tp == 4 else by_tp(layout, is_full)
+        return (
+            "Traceback\nValueError: no such kernel\n" if layout.tp == 4 else by_tp(layout, is_full)
+        )
 
     found, _ = search_with(monkeypatch, failing)
     assert found.failed and all(layout.tp < 4 for layout, _ in found.ranked)

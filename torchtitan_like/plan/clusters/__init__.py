@@ -79,15 +79,15 @@ def load_cluster(name: str) -> Cluster:
                 f"{path}: {field} = {value!r}. Expected a number above {max(low, 0):g} and at most "
                 f"{high:g}: correct the file"
             )
+    fields["fitted_rows"] = tuple(fields.get("fitted_rows", ()))
     try:
-        cluster = Cluster(**fields)
+        return Cluster(**fields)
     except TypeError as error:
         wanted = ", ".join(sorted(Cluster.__dataclass_fields__.keys() - {"key"}))
         raise ValueError(
             f"{path} does not describe a cluster: {error}. Expected the fields {wanted}: correct "
             "the file"
         ) from None
-    return cluster
 
 
 def is_validated(gpu: str) -> bool:

@@ -1,0 +1,467 @@
+"""Compare predicted step times and memory with published runs, and fit clusters to a few of them.
+
+    python benchmarks/plan_published.py record          # dry runs, a few layers each; restartable
+    python benchmarks/plan_published.py fit             # constants of plan/clusters/*.toml, from rows `fit`
+    python benchmarks/plan_published.py table --split fit|holdout   # predicted and published tokens/s
+    python benchmarks/plan_published.py scope           # rows that are compared, and why others are not
+    python benchmarks/plan_published.py memory --split fit|holdout  # all layers: a CPU minute a row
+
+Rows are the facts of tests/assets/published_runs.csv, with their sources. A row is compared if a
+TOML of this package expresses its settings. Times are extended from two depths, and from two
+numbers of micro-batches: both are linear.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import hashlib
+import math
+import os
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.distributed.schedule_view import Action, order_of
+from torchtitan_like.plan.clusters import Cluster, load_cluster
+from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.gpus import Gpu, load_gpu
+from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
+from torchtitan_like.preflight import load_checked
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = ROOT / "tests/assets/published_runs.csv"
+Row = dict[str, str]
+
+# Text in a row -> why it is not compared. The first that matches counts.
+OUT_OF_SCOPE = [
+    ("GraphTrainer", "another compiler of the whole graph"),
+    ("compiler toolkit", "another compiler of the whole graph"),
+    ("SimpleFSDP aot_eager", "another compiler of the whole graph"),
+    ("deterministic = true", "deterministic kernels, whose speed is not modeled"),
+    ("not stated (memory fits", "the number of GPUs is not stated"),
+    ("number of GPUs not stated", "the number of GPUs is not stated"),
+    ("activation checkpointing not stated", "activation checkpointing is not stated"),
+    ("recalled from the paper", "recalled figures, not checked against the source"),
+    ("mxfp8", "MXFP8"),
+]
+
+
+def out_of_scope(row: Row) -> str:
+    """Return why a row is not compared; "" if it is."""
+    if row["framework"] not in ("torchtitan", "NeMo/Megatron"):
+        return "another framework"
+    if not row["model"].startswith(("llama", "qwen3")):
+        return "not a Llama or Qwen3"
+    text = f"{row['precision']}|{row['note']}|{row['ac']}"
+    return next((reason for key, reason in OUT_OF_SCOPE if key in text), "")
+
+
+# ---- configurations
+
+# Model -> model and flavor here, and arguments that differ from the flavor.
+MODELS = {
+    "llama3-8B": ("llama3", "8B", ""),
+    "llama3-70B": ("llama3", "70B", ""),
+    "llama3-405B": ("llama3", "405B", ""),
+    "llama2-7B": ("llama3", "8B", "dim=4096 n_heads=32 n_kv_heads=32 ffn_dim_multiplier=1.0"),
+    "llama2-13B": ("llama3", "8B", "dim=5120 n_heads=40 n_kv_heads=40 ffn_dim_multiplier=1.0"),
+    "llama2-70B": ("llama3", "70B", ""),
+    "qwen3-32B": ("qwen3", "32B", ""),
+    "qwen3-1.7B": ("qwen3", "1.7B", ""),
+}
+ACTIVATION_CHECKPOINTS = {
+    "none": "mode=none",
+    "full": "mode=full",
+    "selective op": "mode=selective selective_ac_option=op",
+    "selective layer 2": "mode=selective selective_ac_option=2",
+}
+PRECISIONS = {
+    "bf16": "",
+    "fp8": "recipe_name=tensorwise",
+    "fp8 tensorwise": "recipe_name=tensorwise",
+    "fp8 tensorwise+fp8 all-gather": (
+        "recipe_name=tensorwise enable_fsdp_float8_all_gather=true "
+        "precompute_float8_dynamic_scale_for_fsdp=true"
+    ),
+    "fp8 rowwise": "recipe_name=rowwise",
+}
+RESHARD = {"= always": "always", "= never": "never"}
+
+
+class Shape(NamedTuple):
+    """What of a row is dry-run: layers, and micro-batches of a step."""
+
+    layers: int
+    micro_batches: int
+
+
+def settings_of(row: Row, shape: Shape) -> list[str]:
+    """Return the arguments of `titan plan` for a row with fewer layers and micro-batches."""
+    name, flavor, different = MODELS[row["model"]]
+    pp = int(row["pp"])
+    arguments = {word.partition("=")[0]: word.partition("=")[2] for word in different.split()}
+    arguments |= {"n_layers": str(shape.layers), "vocab_size": row["vocab"]}
+    if int(row["seq_len"]) > 40960:  # longer than some rotary tables
+        arguments["max_seq_len"] = row["seq_len"]
+    tables: dict[str, dict[str, str]] = {
+        "model": {"name": name, "flavor": flavor},
+        "model.args": arguments,
+        "training": {"seq_len": row["seq_len"], "steps": "1000"},
+        "parallelism": {
+            "data_parallel_replicate_degree": row["dp_replicate"],
+            "data_parallel_shard_degree": row["dp_shard"],
+            "tensor_parallel_degree": row["tp"],
+            "context_parallel_degree": row["cp"],
+            "pipeline_parallel_degree": str(min(pp, 2)),
+        },
+        "loss": {"chunk_mib": "32" if "8 chunks" in row["loss"] else "0"},
+        "activation_checkpoint": _words(ACTIVATION_CHECKPOINTS[row["ac"]]),
+        "metrics": {"enable_tensorboard": "false"},
+        "checkpoint": {"enable": "false"},
+    }
+    local = int(row["micro_batch"])
+    if pp > 1:
+        local *= shape.micro_batches
+        tables["parallelism"] |= {
+            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_microbatch_size": row["micro_batch"],
+            "pipeline_parallel_first_stage_less_layers": "0",
+            "pipeline_parallel_last_stage_less_layers": "0",
+        }
+    tables["training"]["local_batch_size"] = str(local)
+    if pp == 1:
+        data_ranks = int(row["dp_shard"]) * int(row["dp_replicate"])
+        tables["training"]["global_batch_size"] = str(local * data_ranks * shape.micro_batches)
+    for text, policy in RESHARD.items():
+        if text in row["note"]:
+            tables["parallelism"]["fsdp_reshard_after_forward"] = policy
+    # NeMo's layers are fused by Transformer Engine.
+    if row["compile"] == "1" or row["framework"] != "torchtitan":
+        tables["compile"] = {"enable": "true"}
+        if row["async_tp"] == "1" and int(row["tp"]) > 1:
+            tables["parallelism"]["enable_async_tensor_parallel"] = "true"
+    if precision := PRECISIONS[row["precision"]]:
+        tables["model"]["converters"] = "quantize.linear.float8"
+        tables["quantize.linear.float8"] = {"filter_fqns": "output", **_words(precision)}
+    base = ["--job.config_file", str(ROOT / "torchtitan_like/train_configs/llama3_8b.toml")]
+    pairs = [
+        (f"--{table}.{key}", value) for table in tables for key, value in tables[table].items()
+    ]
+    return base + [word for pair in pairs for word in pair]
+
+
+def _words(text: str) -> dict[str, str]:
+    return {word.partition("=")[0]: word.partition("=")[2] for word in text.split()}
+
+
+def micro_batches(row: Row) -> int:
+    """Return the micro-batches of a row's step: of the pipeline, or accumulated."""
+    if int(row["pp"]) > 1:
+        return int(row["local_batch"]) // int(row["micro_batch"])
+    samples = int(row["dp_shard"]) * int(row["dp_replicate"]) * int(row["micro_batch"])
+    return int(row["global_batch"]) // samples
+
+
+def shapes_of(row: Row) -> list[Shape]:
+    """Return the smaller shapes from which a row's time is extended."""
+    if int(row["pp"]) > 1:
+        return [Shape(2, 2), Shape(4, 2)]
+    numbers = [1] if micro_batches(row) == 1 else [2, 3]
+    return [Shape(depth, count) for depth in (2, 4) for count in numbers]
+
+
+def world_size(row: Row) -> int:
+    """Return the ranks of a row's dry run, which has at most two pipeline ranks."""
+    pp = int(row["pp"])
+    return int(row["gpus"]) * min(pp, 2) // pp
+
+
+# ---- dry runs
+
+
+_configs: dict[tuple[str, Shape], JobConfig] = {}
+
+
+def load(row: Row, shape: Shape) -> JobConfig:
+    """Return the configuration. Raises ConfigError if this package cannot express it."""
+    key = row["id"], shape
+    if key not in _configs:
+        with contextlib.redirect_stdout(sys.stderr):
+            _configs[key], _ = load_checked(
+                settings_of(row, shape), world_size(row), training=False, device_type="cuda"
+            )
+    return _configs[key]
+
+
+def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> list[DryRun]:
+    """Return the dry runs of a row, from the cache if they are there.
+
+    Raises KeyError if they are not and `may_run` is False.
+    """
+    # Dry runs are the same with and without these.
+    plain = row | {"compile": "0", "async_tp": "0", "framework": "torchtitan"}
+    key = hashlib.sha256(f"{world_size(row)} {settings_of(plain, shape)[2:]}".encode()).hexdigest()[
+        :16
+    ]
+    path = cache / f"{key}.pickle"
+    if not path.exists():
+        if not may_run:
+            raise KeyError("not recorded: run the command `record`")
+        config = load(row, shape)
+        num_ranks = world_size(row)
+        ranks = ranks_of_stages(dims_of(config, num_ranks))
+        start = time.monotonic()
+        runs = list(record_ranks(config, num_ranks, ranks, num_steps=1).values())
+        print(f"{row['id']} {shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(runs))
+        os.replace(partial, path)
+    runs = pickle.loads(path.read_bytes())
+    return list(runs)
+
+
+# ---- clusters
+
+
+def cluster_of(row: Row) -> tuple[str, str]:
+    """Return the names of a row's cluster and GPU."""
+    if row["gpu"] == "A100":
+        return "a100-64", "a100-80g"
+    if row["gpu"] == "H200":
+        return "default", "h200-141g"
+    if row["framework"] == "NeMo/Megatron":
+        return "dgx-h100", "h100-80g"
+    # Single hosts of this time are faster; jobs on several run on the slower cards.
+    if row["date"] >= "2025-08" and int(row["gpus"]) <= 8:
+        return "h100-hosts-2025", "h100-96g"
+    return "grand-teton-h100", "h100-96g"
+
+
+class Fit(NamedTuple):
+    """The constants of a cluster that are fitted, and the rows to which they are fitted."""
+
+    constants: tuple[str, ...]
+    rows: tuple[str, ...]
+
+
+# Chosen by what the rows have in common with others, before their errors were known.
+FITS = {
+    "grand-teton-h100": Fit(
+        ("matmul_efficiency", "memory_efficiency", "async_tp_hidden"),
+        ("titan202412-8B-128-compile", "log822-8B-8-reshard-always", "asyncTP-8B-64-bf16-1"),
+    ),
+    "h100-hosts-2025": Fit(
+        ("matmul_efficiency", "memory_efficiency"),
+        ("log1690-q32B-8-bs2-c", "log1881-8B-8-tp1-FSDP2", "log1625-8B-8"),
+    ),
+    "a100-64": Fit(
+        ("matmul_efficiency", "memory_efficiency"),
+        (
+            "titan-a100-llama3-70B-full-bs1",
+            "titan-a100-llama2-13B-selectiveop-bs2",
+            "titan-a100-llama3-8B-selectivelayer2-bs1",
+        ),
+    ),
+    "dgx-h100": Fit(
+        ("matmul_efficiency", "async_tp_hidden"),
+        ("nemo-8B-8-bf16", "nemo-70B-128-bf16", "nemo-405B-1152-bf16"),
+    ),
+}
+# Standard deviations of the fit, relative: of a run (the same TOML is published with +-6 %), and of
+# the constants from those of clusters/default.toml.
+RUN_NOISE, CONSTANT_SPREAD = 0.04, 0.15
+
+
+def seconds_of(row: Row, cluster: Cluster, cache: Path) -> float:
+    """Return the predicted seconds of a row's step, extended to all layers and micro-batches."""
+    gpu = load_gpu(cluster_of(row)[1])
+    if int(row["pp"]) > 1:
+        return pipeline_seconds(row, gpu, cluster, cache)
+    shapes = shapes_of(row)
+    seconds = {}
+    for shape in shapes:
+        runs = recordings(row, shape, cache, may_run=False)
+        seconds[shape] = step_time(runs, load(row, shape), gpu, cluster).seconds
+    numbers = sorted({shape.micro_batches for shape in shapes})
+    at_number = {
+        number: _extend(
+            {shape.layers: s for shape, s in seconds.items() if shape.micro_batches == number},
+            int(row["layers"]),
+        )
+        for number in numbers
+    }
+    return _extend(at_number, micro_batches(row))
+
+
+def pipeline_seconds(row: Row, gpu: Gpu, cluster: Cluster, cache: Path) -> float:
+    """Return the seconds of a row with a pipeline, from two stages of one and of two layers.
+
+    The actions of the row's own schedule take the time of their layers; the first stage's and the
+    last stage's also that of the embedding and of the output layer.
+    """
+    pp, stages = int(row["pp"]), int(row["pp"]) * int(row["vp"])
+    per_stage, per_rank = int(row["layers"]) / stages, int(row["layers"]) / pp
+    actions: dict[tuple[int, str, int], float] = {}  # (rank, kind, layers)
+    outside: dict[tuple[int, int], float] = {}
+    message = 0.0
+    for shape in shapes_of(row):
+        runs = recordings(row, shape, cache, may_run=False)
+        layers = shape.layers // 2
+        message = max(message_seconds(run.recording, gpu, cluster) for run in runs)
+        for rank, played in enumerate(play_all(runs, load(row, shape), gpu, cluster)):
+            # The first action of a kind may wait for weights, which happens once in a step.
+            for kind in "FB":
+                actions[rank, kind, layers] = min(
+                    seconds for action, seconds in played.actions if action.kind == kind
+                )
+            inside = sum(actions[rank, action.kind, layers] for action, _ in played.actions)
+            outside[rank, layers] = played.seconds - inside
+
+    def duration(action: Action) -> float:
+        layer = actions[0, action.kind, 2] - actions[0, action.kind, 1]
+        seconds = per_stage * layer
+        if action.stage == 0:
+            seconds += actions[0, action.kind, 1] - layer
+        if action.stage == stages - 1:
+            seconds += actions[1, action.kind, 1] - layer
+        return seconds
+
+    rests = [
+        _extend({n: outside[rank == pp - 1, n] for n in (1, 2)}, per_rank) for rank in range(pp)
+    ]
+    order = order_of(row["schedule"], pp, int(row["vp"]), micro_batches(row))
+    return max(pipeline_ends(order, duration, rests, message))
+
+
+def _extend(seconds: dict[int, float], wanted: float) -> float:
+    """Return the line through one or two points at `wanted`."""
+    if len(seconds) == 1:
+        return next(iter(seconds.values()))
+    (x, y), (x2, y2) = sorted(seconds.items())
+    return y + (y2 - y) / (x2 - x) * (wanted - x)
+
+
+def published_seconds(row: Row) -> float:
+    """Return a row's seconds of a step."""
+    tokens = int(row["global_batch"]) * int(row["seq_len"]) / int(row["gpus"])
+    return tokens / float(row["tps_per_gpu"])
+
+
+def fit(name: str, rows: dict[str, Row], cache: Path) -> Cluster:
+    """Return a cluster with the most likely constants, by Gauss-Newton on logarithms."""
+    cluster = replace(load_cluster("default"), key=name)
+    chosen = [rows[identity] for identity in FITS[name].rows]
+    assert all(row["split"] == "fit" for row in chosen), "a held-out row in a fit"
+    constants = FITS[name].constants
+    start = [math.log(getattr(cluster, constant)) for constant in constants]
+    now = list(start)
+
+    def residuals(values: Sequence[float]) -> torch.Tensor:
+        candidate = replace(
+            cluster, **dict(zip(constants, (min(1.0, math.exp(v)) for v in values), strict=True))
+        )
+        errors = [
+            math.log(seconds_of(row, candidate, cache) / published_seconds(row)) / RUN_NOISE
+            for row in chosen
+        ]
+        spread = [(v - s) / CONSTANT_SPREAD for v, s in zip(values, start, strict=True)]
+        return torch.tensor(errors + spread, dtype=torch.float64)
+
+    for _ in range(4):
+        base = residuals(now)
+        columns = []
+        for index in range(len(now)):
+            moved = [v + 0.02 * (i == index) for i, v in enumerate(now)]
+            columns.append((residuals(moved) - base) / 0.02)
+        step = torch.linalg.lstsq(torch.stack(columns, 1), -base.unsqueeze(1)).solution.squeeze(1)
+        now = [v + float(change) for v, change in zip(now, step, strict=True)]
+    fitted = {constant: round(math.exp(v), 3) for constant, v in zip(constants, now, strict=True)}
+    return replace(cluster, **fitted)
+
+
+# ---- commands
+
+
+def select(rows: Sequence[Row], split: str, only: str) -> Iterator[Row]:
+    """Yield the rows in scope that have a speed."""
+    for row in rows:
+        is_wanted = not only or row["id"] in only.split(",")
+        if is_wanted and row["split"] == split and row["tps_per_gpu"] and not out_of_scope(row):
+            yield row
+
+
+def print_table(rows: Sequence[Row], cache: Path, *, calibrated: bool) -> None:
+    """Print predicted and published tokens/s of one GPU, and the errors' quantiles."""
+    fitted = {identity for fit in FITS.values() for identity in fit.rows}
+    errors = []
+    print("| row | cluster | predicted | published | error |\n|---|---|---|---|---|")
+    for row in rows:
+        name = cluster_of(row)[0] if calibrated else "default"
+        try:
+            seconds = seconds_of(row, load_cluster(name), cache)
+        except (ConfigError, RuntimeError, KeyError) as error:
+            print(f"| {row['id']} | {name} | | | {str(error).splitlines()[0][:90]} |")
+            continue
+        error = published_seconds(row) / seconds - 1
+        predicted = float(row["tps_per_gpu"]) * (1 + error)
+        mark = " (fitted)" if row["id"] in fitted and calibrated else ""
+        print(
+            f"| {row['id']}{mark} | {name} | {predicted:,.0f} | {float(row['tps_per_gpu']):,.0f} "
+            f"| {100 * error:+.1f} % |",
+            flush=True,
+        )
+        if not mark:
+            errors.append(abs(error))
+    if errors:
+        shares = [sum(e <= limit for e in errors) for limit in (0.07, 0.10, 0.15)]
+        print(
+            f"\n{len(errors)} rows: median {100 * statistics.median(errors):.1f} %, within 7 %: "
+            f"{shares[0]}, within 10 %: {shares[1]}, within 15 %: {shares[2]}"
+        )
+
+
+def main() -> None:
+    """Run one command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("command", choices=("record", "fit", "table", "scope"))
+    parser.add_argument("--split", choices=("fit", "holdout"), default="fit")
+    parser.add_argument("--rows", default="", help="ids, separated by commas")
+    parser.add_argument("--uncalibrated", action="store_true")
+    parser.add_argument("--cache", type=Path, default=ROOT / "outputs/plan_published")
+    arguments = parser.parse_args()
+    with ROWS.open() as file:
+        rows = list(csv.DictReader(file))
+    arguments.cache.mkdir(parents=True, exist_ok=True)
+    chosen = list(select(rows, arguments.split, arguments.rows))
+    if arguments.command == "scope":
+        for row in rows:
+            print(f"{row['id']}: {out_of_scope(row) or 'compared'}")
+    elif arguments.command == "record":
+        for row in sorted(chosen, key=lambda row: int(row["pp"])):
+            for shape in shapes_of(row):
+                try:
+                    recordings(row, shape, arguments.cache)
+                except (ConfigError, RuntimeError) as error:
+                    print(f"{row['id']} {shape}: {error}", file=sys.stderr, flush=True)
+                    break
+    elif arguments.command == "fit":
+        by_id = {row["id"]: row for row in rows}
+        for name in FITS:
+            if not arguments.rows or name in arguments.rows.split(","):
+                print(fit(name, by_id, arguments.cache), flush=True)
+    else:
+        print_table(chosen, arguments.cache, calibrated=not arguments.uncalibrated)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+"""Durations of work items agree with sums done by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from torchtitan_like.plan.clusters import Cluster
+from torchtitan_like.plan.durations import (
+    LAUNCH,
+    LINK_SHARE,
+    NETWORK_SHARE,
+    durations,
+    fill_share,
+    find_repeated,
+    fused_bytes,
+    item_seconds,
+    traffic,
+)
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.record import Alloc, Free, Group, Recording, WorkItem
+
+GPU = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0, "float8": 200.0})
+CLUSTER = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.5, 0.0)
+
+
+def matmul(m: int, k: int, n: int, dtype: str = "bfloat16") -> WorkItem:
+    return WorkItem(
+        "matmul",
+        "mm",
+        0,
+        "layers.0",
+        "forward",
+        flops=2 * m * k * n,
+        num_bytes=2 * (m * k + k * n + m * n),
+        shapes=((m, k), (k, n)),
+        dtype=dtype,
+    )
+
+
+def test_a_matmul_takes_its_flops_at_the_efficiency_of_full_waves_and_its_ramp() -> None:
+    # 32 tiles of 128 x 256 are 8 full waves of 4 multiprocessors. k / (k + 256) = 0.9.
+    item = matmul(1024, 2304, 1024)
+    assert item_seconds(item, GPU, CLUSTER) == pytest.approx(
+        item.flops / (100e12 * 0.5 * 0.9) + LAUNCH
+    )
+
+
+def test_float8_doubles_the_rate_and_an_unknown_dtype_is_explained() -> None:
+    seconds = item_seconds(matmul(1024, 2304, 1024), GPU, CLUSTER) - LAUNCH
+    halved = item_seconds(matmul(1024, 2304, 1024, "float8_e4m3fn"), GPU, CLUSTER) - LAUNCH
+    assert halved == pytest.approx(seconds / 2)
+    with pytest.raises(ValueError, match="no matrix products in float64.*bfloat16, float8"):
+        item_seconds(matmul(1024, 256, 1024, "float64"), GPU, CLUSTER)
+
+
+def test_a_partial_wave_takes_as_long_as_a_full_one() -> None:
+    # 33 tiles of 128 x 256 on 4 multiprocessors: 9 waves, of which 33/36 are filled.
+    assert fill_share(((33 * 128, 256), (256, 256)), 4) == pytest.approx(33 / 36 / 2)
+    assert fill_share(((32 * 128, 256), (256, 256)), 4) == pytest.approx(1 / 2)
+
+
+def test_the_scales_of_float8_and_an_added_bias_are_no_operands() -> None:
+    item = matmul(1024, 2304, 1024)
+    seconds = item_seconds(item, GPU, CLUSTER)
+    scaled = item._replace(shapes=(*item.shapes, (1024, 1), (1, 1024)))
+    assert item_seconds(scaled, GPU, CLUSTER) == seconds
+    added = item._replace(op="addmm", shapes=((1024,), *item.shapes))
+    assert item_seconds(added, GPU, CLUSTER) == seconds
+
+
+def test_a_thin_matmul_takes_the_time_of_its_bytes() -> None:
+    item = matmul(1, 8192, 8192)
+    assert item_seconds(item, GPU, CLUSTER) == pytest.approx(item.num_bytes / 0.5e12 + LAUNCH)
+
+
+def attention(queries: int, keys: int, *, is_causal: bool) -> WorkItem:
+    shapes = ((1, 8, queries, 128), (1, 8, keys, 128), (1, 8, keys, 128))
+    flops = 4 * 8 * queries * keys * 128
+    return WorkItem(
+        "attention",
+        "_scaled_dot_product_flash_attention",
+        0,
+        "layers.0",
+        "forward",
+        flops=flops,
+        shapes=shapes,
+        dtype="bfloat16",
+        is_causal=is_causal,
+    )
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "is_causal", "share"),
+    [(4096, 4096, True, 1 / 2), (4096, 4096, False, 1), (1024, 4096, True, 1 - 1 / 8)],
+)
+def test_attention_counts_what_the_queries_see(
+    queries: int, keys: int, is_causal: bool, share: float
+) -> None:
+    whole = item_seconds(attention(queries, keys, is_causal=False), GPU, CLUSTER) - LAUNCH
+    seconds = item_seconds(attention(queries, keys, is_causal=is_causal), GPU, CLUSTER) - LAUNCH
+    assert seconds == pytest.approx(share * whole)
+
+
+def kernel(op: str, *sizes: int, writes: int = 0) -> WorkItem:
+    return WorkItem(
+        "memory",
+        op,
+        0,
+        "layers.0",
+        "forward",
+        num_bytes=sum(sizes),
+        reads=tuple(enumerate(sizes, start=1)),
+        writes=((1, writes),) if writes else (),
+    )
+
+
+def test_kernels_read_and_write_what_they_touch() -> None:
+    assert traffic(kernel("mul", 100, 100)) == 200
+    assert traffic(kernel("exp_", 100, writes=100)) == 200  # read and written
+    assert traffic(kernel("copy_", 100, 50, writes=100)) == 150  # the target is not read
+    assert traffic(kernel("embedding", 1000, 8, 16)) == 48  # rows of the table, not all of it
+
+
+def collective(op: str, size: int, stride: int, num_bytes: int = 2**30) -> WorkItem:
+    group = Group("group", size, stride)
+    return WorkItem("collective", op, 0, "", "forward", num_bytes=num_bytes, group=group)
+
+
+def test_a_ring_on_a_node_sends_all_but_a_rank_s_part_over_its_links() -> None:
+    gather = item_seconds(collective("allgather_base", 8, 1), GPU, CLUSTER)
+    assert gather == pytest.approx(2**30 * 7 / 8 / (100e9 * LINK_SHARE) + (8.4 + 7 * 3.4) * 1e-6)
+    reduce = item_seconds(collective("allreduce", 8, 1), GPU, CLUSTER)
+    assert reduce == pytest.approx(
+        2 * 2**30 * 7 / 8 / (100e9 * LINK_SHARE) + (8.4 + 14 * 3.4) * 1e-6
+    )
+
+
+def test_a_ring_across_nodes_shares_the_cards_of_its_ranks() -> None:
+    network = 50e9 * NETWORK_SHARE
+    # One rank of each of 16 nodes: one card.
+    alone = item_seconds(collective("allgather_base", 16, 8), GPU, CLUSTER)
+    assert alone == pytest.approx(2**30 * 15 / 16 / network + (8.4 + 15 * 9.6) * 1e-6)
+    # Two ranks of each node: two cards, and hops inside.
+    pairs = item_seconds(collective("allgather_base", 16, 4), GPU, CLUSTER)
+    assert pairs == pytest.approx(
+        2**30 * 15 / 16 / (2 * network) + (8.4 + 8 * 3.4 + 7 * 9.6) * 1e-6
+    )
+
+
+def test_a_small_all_reduce_takes_a_tree_and_one_rank_takes_no_time() -> None:
+    small = item_seconds(collective("allreduce", 512, 1, num_bytes=4), GPU, CLUSTER)
+    assert small == pytest.approx((4.4 + 2 * (7 * 0.52 + 6 * 5.0)) * 1e-6, rel=1e-3)
+    assert item_seconds(collective("allreduce", 1, 0), GPU, CLUSTER) == 0
+
+
+def chain() -> Recording:
+    """A matrix product, three kernels in a row, and a matrix product that reads the last result."""
+    recording = Recording()
+    for identity in (1, 2, 3, 4):
+        recording.events.append(
+            Alloc(
+                identity, 100, 0, "activations", "mul", "layers.0", "forward", False, identity - 1
+            )
+        )
+
+    def step(op: str, read: int, write: int) -> WorkItem:
+        if op == "mm":
+            return matmul(128, 256, 128)._replace(reads=((read, 100),), writes=((write, 100),))
+        return WorkItem(
+            "memory",
+            op,
+            0,
+            "layers.0",
+            "forward",
+            num_bytes=200,
+            reads=((read, 100),),
+            writes=((write, 100),),
+        )
+
+    recording.work = [
+        step("mm", 0, 1),
+        step("silu", 1, 2),
+        step("mul", 2, 3),
+        step("mul", 3, 4),
+        step("mm", 4, 5),
+    ]
+    recording.events += [Free(2, 3), Free(3, 4), Free(4, 5)]
+    return recording
+
+
+def test_fused_kernels_read_the_first_input_and_write_the_last_result() -> None:
+    assert fused_bytes(chain()) == {1: 0, 2: 0, 3: 200}
+
+
+def test_what_lives_longer_is_written_and_outside_of_blocks_nothing_is_fused() -> None:
+    recording = chain()
+    recording.events.remove(Free(2, 3))  # backward needs it
+    assert fused_bytes(recording)[3] == 300
+    recording.work = [item._replace(module="output") for item in recording.work]
+    assert fused_bytes(recording) == {}
+
+
+def test_a_reduction_to_a_few_numbers_ends_a_kernel() -> None:
+    recording = chain()
+    recording.work[2] = recording.work[2]._replace(op="max", writes=((3, 4),))
+    # The first kernel reads 100 bytes; its tensor is not needed later. 4 bytes are read and freed.
+    recording.work[3] = recording.work[3]._replace(reads=((1, 100), (3, 4)))
+    assert fused_bytes(recording) == {1: 0, 2: 104, 3: 204}
+
+
+def test_a_block_computes_an_expression_once() -> None:
+    recording = chain()
+    recording.events.append(
+        Alloc(5, 100, 0, "activations", "silu", "layers.0", "forward", False, 3)
+    )
+    # The last kernel computes silu of tensor 1 again.
+    again = recording.work[1]._replace(writes=((5, 100),))
+    recording.work[3] = again
+    recording.work[4] = recording.work[4]._replace(reads=((5, 100),))
+    recording.events += [Free(3, 3), Free(5, 5)]
+    recording.events.remove(Free(3, 4))
+    assert find_repeated(recording) == ({3}, {5: 2})
+    # Tensor 2 is needed by the matrix product at the end, tensor 3 by nobody.
+    assert fused_bytes(recording) == {1: 0, 2: 200, 3: 0}
+    recording.work[2] = recording.work[2]._replace(op="mul_", reads=((1, 100),), writes=((1, 100),))
+    assert find_repeated(recording) == (set(), {})  # tensor 1 is another one by then
+    recording.work[2] = recording.work[2]._replace(module="layers.1.norm")
+    recording.work[3] = again._replace(module="layers.1.norm")
+    assert find_repeated(recording) == (set(), {})
+
+
+def test_fusion_saves_launches() -> None:
+    eager = sum(durations(chain(), GPU, CLUSTER))
+    fused = sum(durations(chain(), GPU, CLUSTER, fuses=True))
+    assert eager - fused == pytest.approx(2 * LAUNCH + 400 / 0.5e12)
+
+
+def test_efficiencies_scale_what_they_are_for() -> None:
+    fast = replace(CLUSTER, matmul_efficiency=1.0)
+    item = matmul(1024, 2304, 1024)
+    assert item_seconds(item, GPU, fast) - LAUNCH == pytest.approx(
+        (item_seconds(item, GPU, CLUSTER) - LAUNCH) / 2
+    )
+    assert item_seconds(kernel("mul", 100), GPU, fast) == item_seconds(
+        kernel("mul", 100), GPU, CLUSTER
+    )
