@@ -123,13 +123,17 @@ def test_a_report_without_a_plan_has_no_section(tmp_path: Path) -> None:
     assert summarize(history)["plan"] is None and _plan(history) == ""
 
 
+@pytest.mark.nightly
 def test_a_run_compares_itself_with_the_plan_beside_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The plan is in the run directory, the comparison in events.jsonl and in the log."""
     toml = tmp_path / "tiny.toml"
-    toml.write_text(f'extends = "{DEBUG}"\n[training]\nsteps = 11\nlocal_batch_size = 1\n')
-    argv = ["--job.config_file", str(toml)]
+    toml.write_text(
+        f'extends = "{DEBUG}"\n[training]\nsteps = 11\nlocal_batch_size = 1\n'
+        "[model.args]\nn_layers = 1\n"
+    )
+    argv = ["--job.config_file", str(toml), f"--job.dump_folder={tmp_path / 'run'}"]
     config, _ = load_checked(argv, 1, training=False)
     settings = settings_of(parse_config(dump_toml(config)), 1)
     plan = PlanFile(settings, "h100-80g", "default", 4.0, 3.5, 4.2, 1e-6, 25.0)
