@@ -219,6 +219,7 @@ def _can_split(space: Space, pp: int, pipeline: Pipeline) -> bool:
 
 
 GLOBAL_BATCH = "training.global_batch_size"
+_RECOMPUTE_MODE: dict[Recompute, str] = {"none": "none", "op": "selective", "full": "full"}
 # What a layout sets, by dotted key. None: the layout leaves the setting as it is.
 # A data_parallel_shard_degree of -1 is all remaining ranks, as each layout uses.
 SETTINGS: dict[str, Callable[[Layout, Space], Any]] = {
@@ -249,7 +250,6 @@ SETTINGS: dict[str, Callable[[Layout, Space], Any]] = {
         lambda layout, space: "op" if layout.recompute == "op" else None
     ),
 }
-_RECOMPUTE_MODE = {"none": "none", "op": "selective", "full": "full"}
 
 
 def _reshard(layout: Layout, config: JobConfig) -> str | None:

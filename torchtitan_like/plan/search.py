@@ -51,7 +51,7 @@ class Refusal(NamedTuple):
     """Layouts that a rule refuses. problem: of one of them."""
 
     rule: str
-    count: int
+    num_layouts: int
     problem: Problem
 
 

@@ -153,8 +153,8 @@ def _nothing_fits(found: Found, request: Request) -> str:
 def _tail(found: Found, request: Request) -> Iterator[str]:
     yield f"{found.num_layouts:,} layouts"
     for refusal in found.refusals[:NUM_QUOTED]:
-        yield f"  {refusal.count:,} refused by {refusal.rule}, such as: {refusal.problem}"
-    others = sum(refusal.count for refusal in found.refusals[NUM_QUOTED:])
+        yield f"  {refusal.num_layouts:,} refused by {refusal.rule}, such as: {refusal.problem}"
+    others = sum(refusal.num_layouts for refusal in found.refusals[NUM_QUOTED:])
     if others:
         yield f"  {others:,} refused by {len(found.refusals) - NUM_QUOTED} other rules"
     if found.smallest is not None:
@@ -201,7 +201,7 @@ def as_json(found: Found, request: Request) -> dict[str, Any]:
         "global_batch_size": space.global_batch,
         "limit_gib": request.limit * request.gpu.memory_gib,
         "num_layouts": found.num_layouts,
-        "refused": {refusal.rule: refusal.count for refusal in found.refusals},
+        "refused": {refusal.rule: refusal.num_layouts for refusal in found.refusals},
         "num_too_large": found.num_too_large,
         "num_slower": found.num_slower,
         "ranked": [row(*pair) for pair in found.ranked],

@@ -143,11 +143,11 @@ def test_a_failed_dry_run_is_named_and_the_search_continues(
 def test_layouts_are_counted_once() -> None:
     given = space(2, 8, "--activation_checkpoint.mode=none")
     found, legal = screen(given, GPU, network_of(GPU, 8), LIMIT)
-    refused = sum(refusal.count for refusal in found.refusals)
+    refused = sum(refusal.num_layouts for refusal in found.refusals)
     # Counted by hand in test_layouts.py.
     assert found.num_layouts == 18 + 9 + 12 + 72 == refused + found.num_too_large + len(legal)
     assert [refusal.rule for refusal in found.refusals] != []
-    counts = [refusal.count for refusal in found.refusals]
+    counts = [refusal.num_layouts for refusal in found.refusals]
     assert counts == sorted(counts, reverse=True)
 
 
