@@ -359,11 +359,11 @@ def published_seconds(row: Row) -> float:
 
 def fit(name: str, rows: dict[str, Row], cache: Path) -> Cluster:
     """Return a cluster with the most likely constants, by Gauss-Newton on logarithms."""
-    cluster = replace(load_cluster("default"), key=name)
+    cluster, default = load_cluster(name), load_cluster("default")
     chosen = [rows[identity] for identity in FITS[name].rows]
     assert all(row["split"] == "fit" for row in chosen), "a held-out row in a fit"
     constants = FITS[name].constants
-    start = [math.log(getattr(cluster, constant)) for constant in constants]
+    start = [math.log(getattr(default, constant)) for constant in constants]
     now = list(start)
 
     def residuals(values: Sequence[float]) -> torch.Tensor:
