@@ -245,12 +245,15 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
 # ---- clusters
 
 
+_UNCALIBRATED = {"H200": "h200-141g", "B200": "b200-180g"}
+
+
 def cluster_of(row: Row) -> tuple[str, str]:
     """Return the names of a row's cluster and GPU."""
     if row["gpu"] == "A100":
         return "a100-64", "a100-80g"
-    if row["gpu"] == "H200":
-        return "default", "h200-141g"
+    if row["gpu"] in _UNCALIBRATED:
+        return "default", _UNCALIBRATED[row["gpu"]]
     if row["framework"] == "NeMo/Megatron":
         return "dgx-h100", "h100-80g"
     # Single hosts of this time are faster; jobs on several run on the slower cards.
