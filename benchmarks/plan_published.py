@@ -3,6 +3,7 @@
     python benchmarks/plan_published.py record          # dry runs, a few layers each; restartable
     python benchmarks/plan_published.py fit             # constants of plan/clusters/*.toml, from rows `fit`
     python benchmarks/plan_published.py table --split fit|holdout   # predicted and published tokens/s
+    python benchmarks/plan_published.py rank            # is the layout predicted as fastest the fastest?
     python benchmarks/plan_published.py scope           # rows that are compared, and why others are not
     python benchmarks/plan_published.py memory --split fit|holdout  # all layers: a CPU minute a row
 
@@ -17,6 +18,7 @@ import argparse
 import contextlib
 import csv
 import hashlib
+import json
 import math
 import os
 import pickle
@@ -33,10 +35,12 @@ import torch
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.distributed.schedule_view import Action, order_of
 from torchtitan_like.plan.clusters import Cluster, load_cluster
+from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.util.units import GIB
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests/assets/published_runs.csv"
@@ -105,8 +109,11 @@ class Shape(NamedTuple):
     micro_batches: int
 
 
-def settings_of(row: Row, shape: Shape) -> list[str]:
-    """Return the arguments of `titan plan` for a row with fewer layers and micro-batches."""
+def settings_of(row: Row, shape: Shape, *, is_whole: bool = False) -> list[str]:
+    """Return the arguments of `titan plan` for a row with the layers and micro-batches of a shape.
+
+    is_whole: with the row's pipeline, instead of one of two stages.
+    """
     name, flavor, different = MODELS[row["model"]]
     pp = int(row["pp"])
     arguments = {word.partition("=")[0]: word.partition("=")[2] for word in different.split()}
@@ -122,7 +129,7 @@ def settings_of(row: Row, shape: Shape) -> list[str]:
             "data_parallel_shard_degree": row["dp_shard"],
             "tensor_parallel_degree": row["tp"],
             "context_parallel_degree": row["cp"],
-            "pipeline_parallel_degree": str(min(pp, 2)),
+            "pipeline_parallel_degree": str(pp if is_whole else min(pp, 2)),
         },
         "loss": {"chunk_mib": "32" if "8 chunks" in row["loss"] else "0"},
         "activation_checkpoint": _words(ACTIVATION_CHECKPOINTS[row["ac"]]),
@@ -132,12 +139,17 @@ def settings_of(row: Row, shape: Shape) -> list[str]:
     local = int(row["micro_batch"])
     if pp > 1:
         local *= shape.micro_batches
+        num_stages = pp * int(row["vp"]) if is_whole else 2
         tables["parallelism"] |= {
-            "pipeline_parallel_schedule": "1F1B",
+            "pipeline_parallel_schedule": row["schedule"] if is_whole else "1F1B",
             "pipeline_parallel_microbatch_size": row["micro_batch"],
-            "pipeline_parallel_first_stage_less_layers": "0",
-            "pipeline_parallel_last_stage_less_layers": "0",
         }
+        if shape.layers % num_stages == 0:
+            tables["parallelism"] |= {
+                "pipeline_parallel_first_stage_less_layers": "0",
+                "pipeline_parallel_last_stage_less_layers": "0",
+                "pipeline_parallel_layers_per_stage": str(shape.layers // num_stages),
+            }
     tables["training"]["local_batch_size"] = str(local)
     if pp == 1:
         data_ranks = int(row["dp_shard"]) * int(row["dp_replicate"])
@@ -233,12 +245,15 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
 # ---- clusters
 
 
+_UNCALIBRATED = {"H200": "h200-141g", "B200": "b200-180g"}
+
+
 def cluster_of(row: Row) -> tuple[str, str]:
     """Return the names of a row's cluster and GPU."""
     if row["gpu"] == "A100":
         return "a100-64", "a100-80g"
-    if row["gpu"] == "H200":
-        return "default", "h200-141g"
+    if row["gpu"] in _UNCALIBRATED:
+        return "default", _UNCALIBRATED[row["gpu"]]
     if row["framework"] == "NeMo/Megatron":
         return "dgx-h100", "h100-80g"
     # Single hosts of this time are faster; jobs on several run on the slower cards.
@@ -277,6 +292,17 @@ FITS = {
         ("nemo-8B-8-bf16", "nemo-70B-128-bf16", "nemo-405B-1152-bf16"),
     ),
 }
+# Held-out rows whose published values were known while the model was written. They are listed and do
+# not count.
+KNOWN = (
+    "titan202412-8B-128-eager",
+    "titan202412-8B-128-compile-fp8",
+    "titan202412-70B-256-tp8-tp",
+    "titan202412-405B-512-1F1B",
+    "titan202412-405B-512-cp1-32k",
+    "titan-405B-128-bf16-0-2024-10",
+    "log1690-q32B-16-bs4",
+)
 # Standard deviations of the fit, relative: of a run (the same TOML is published with +-6 %), and of
 # the constants from those of clusters/default.toml.
 RUN_NOISE, CONSTANT_SPREAD = 0.04, 0.15
@@ -359,11 +385,11 @@ def published_seconds(row: Row) -> float:
 
 def fit(name: str, rows: dict[str, Row], cache: Path) -> Cluster:
     """Return a cluster with the most likely constants, by Gauss-Newton on logarithms."""
-    cluster = replace(load_cluster("default"), key=name)
+    cluster, default = load_cluster(name), load_cluster("default")
     chosen = [rows[identity] for identity in FITS[name].rows]
     assert all(row["split"] == "fit" for row in chosen), "a held-out row in a fit"
     constants = FITS[name].constants
-    start = [math.log(getattr(cluster, constant)) for constant in constants]
+    start = [math.log(getattr(default, constant)) for constant in constants]
     now = list(start)
 
     def residuals(values: Sequence[float]) -> torch.Tensor:
@@ -403,7 +429,7 @@ def select(rows: Sequence[Row], split: str, only: str) -> Iterator[Row]:
 def print_table(rows: Sequence[Row], cache: Path, *, calibrated: bool) -> None:
     """Print predicted and published tokens/s of one GPU, and the errors' quantiles."""
     fitted = {identity for fit in FITS.values() for identity in fit.rows}
-    errors = []
+    errors: dict[str, list[float]] = {"": [], " (fitted)": [], " (known)": []}
     print("| row | cluster | predicted | published | error |\n|---|---|---|---|---|")
     for row in rows:
         name = cluster_of(row)[0] if calibrated else "default"
@@ -414,26 +440,99 @@ def print_table(rows: Sequence[Row], cache: Path, *, calibrated: bool) -> None:
             continue
         error = published_seconds(row) / seconds - 1
         predicted = float(row["tps_per_gpu"]) * (1 + error)
-        mark = " (fitted)" if row["id"] in fitted and calibrated else ""
+        mark = " (known)" if row["id"] in KNOWN else ""
+        mark = " (fitted)" if row["id"] in fitted and calibrated else mark
         print(
             f"| {row['id']}{mark} | {name} | {predicted:,.0f} | {float(row['tps_per_gpu']):,.0f} "
             f"| {100 * error:+.1f} % |",
             flush=True,
         )
-        if not mark:
-            errors.append(abs(error))
+        errors[mark].append(abs(error))
+    for mark, title in (("", "Unmarked"), (" (known)", "Known")):
+        print_quantiles(title, errors[mark])
+
+
+def reserved_gib(row: Row, cache: Path) -> float:
+    """Return the memory that the fullest rank reserves, with all layers and micro-batches."""
+    shape = Shape(int(row["layers"]), micro_batches(row))
+    settings = settings_of(row, shape, is_whole=True)
+    key = hashlib.sha256(f"memory {row['gpus']} {settings[2:]}".encode()).hexdigest()[:16]
+    path = cache / f"{key}.json"
+    if not path.exists():
+        with contextlib.redirect_stdout(sys.stderr):
+            config, _ = load_checked(settings, int(row["gpus"]), training=False, device_type="cuda")
+        memories = plan_memory(config, int(row["gpus"]), load_gpu(cluster_of(row)[1]))
+        path.write_text(json.dumps([memory.reserved for memory in memories]))
+    return max(json.loads(path.read_text())) / GIB
+
+
+def print_memory(rows: Sequence[Row], cache: Path) -> None:
+    """Print predicted and published reserved memory. Compiled rows are upper bounds."""
+    errors = []
+    print("| row | compiled | predicted | published | error |\n|---|---|---|---|---|")
+    for row in rows:
+        if row["mem_reserved_gib"]:
+            predicted, published = reserved_gib(row, cache), float(row["mem_reserved_gib"])
+            errors.append(abs(predicted / published - 1))
+            print(
+                f"| {row['id']} | {'yes' if row['compile'] == '1' else 'no'} | {predicted:.2f} "
+                f"| {published:.2f} | {100 * (predicted / published - 1):+.1f} % |",
+                flush=True,
+            )
+    print_quantiles("Memory", errors)
+
+
+def print_quantiles(title: str, errors: Sequence[float]) -> None:
+    """Print the median of relative errors, and how many are small."""
     if errors:
-        shares = [sum(e <= limit for e in errors) for limit in (0.07, 0.10, 0.15)]
+        shares = [sum(error <= limit for error in errors) for limit in (0.07, 0.10, 0.15)]
         print(
-            f"\n{len(errors)} rows: median {100 * statistics.median(errors):.1f} %, within 7 %: "
+            f"\n{title}, {len(errors)} rows: median {100 * statistics.median(errors):.1f} %, within 7 %: "
             f"{shares[0]}, within 10 %: {shares[1]}, within 15 %: {shares[2]}"
         )
+
+
+WORK = ("framework", "model", "seq_len", "gpus", "gpu_note", "date", "precision")
+TOLERANCE = 0.06  # the same TOML is published with speeds that differ by it
+
+
+def print_rankings(rows: Sequence[Row], cache: Path) -> None:
+    """Print whether the layout predicted as fastest is the published fastest one, or close to it.
+
+    A group has all rows of the same work (model, tokens of a sample, GPUs, precision, month).
+    """
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in WORK), []).append(row)
+    print("| rows, published best first | predicted best | its speed |\n|---|---|---|")
+    num_good, num_groups = 0, 0
+    for group in groups.values():
+        group.sort(key=lambda row: -float(row["tps_per_gpu"]))
+        layouts = {tuple(settings_of(row, Shape(2, 2))) for row in group}
+        if len(layouts) < 2:
+            continue
+        try:
+            speeds = [
+                published_seconds(row)
+                / seconds_of(row, load_cluster(cluster_of(row)[0]), cache)
+                * float(row["tps_per_gpu"])
+                for row in group
+            ]
+        except KeyError:
+            continue  # not all recorded
+        best = group[speeds.index(max(speeds))]
+        share = float(best["tps_per_gpu"]) / float(group[0]["tps_per_gpu"])
+        num_groups += 1
+        num_good += share >= 1 - TOLERANCE
+        names = ", ".join(row["id"] for row in group)
+        print(f"| {names} | {best['id']} | {100 * share:.0f} % of the best |", flush=True)
+    print(f"\n{num_good} of {num_groups} groups within {100 * TOLERANCE:.0f} %")
 
 
 def main() -> None:
     """Run one command."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("command", choices=("record", "fit", "table", "scope"))
+    parser.add_argument("command", choices=("record", "fit", "table", "scope", "memory", "rank"))
     parser.add_argument("--split", choices=("fit", "holdout"), default="fit")
     parser.add_argument("--rows", default="", help="ids, separated by commas")
     parser.add_argument("--uncalibrated", action="store_true")
@@ -459,6 +558,11 @@ def main() -> None:
         for name in FITS:
             if not arguments.rows or name in arguments.rows.split(","):
                 print(fit(name, by_id, arguments.cache), flush=True)
+    elif arguments.command == "memory":
+        print_memory(chosen, arguments.cache)
+    elif arguments.command == "rank":
+        both = [row for split in ("fit", "holdout") for row in select(rows, split, arguments.rows)]
+        print_rankings(both, arguments.cache)
     else:
         print_table(chosen, arguments.cache, calibrated=not arguments.uncalibrated)
 

@@ -17,6 +17,8 @@ import pytest
 from tests.distributed import parity
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train
+from torchtitan_like.distributed.stages import plan_stages
+from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.ledger import find_peak, live_bytes
 from torchtitan_like.plan.record import Recorder, Recording, recording_in_place
@@ -171,3 +173,23 @@ def test_dry_run_equals_real_ranks(layout: str, tmp_path: Path) -> None:
     dry = record_ranks(config, num_ranks, range(num_ranks), device_type="cpu", num_steps=NUM_STEPS)
     for rank in range(num_ranks):
         assert measure(dry[rank].recording) == real[rank], rank
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"]
+)
+def test_recorded_actions_are_those_of_the_schedule(schedule: str, tmp_path: Path) -> None:
+    settings = {PP: 2, SCHEDULE: schedule, LAYERS: 4, "training.local_batch_size": 4}
+    argv = parity.options(str(tmp_path / "run"), "float32", **settings)
+    config, _ = load_checked(argv, 2, training=False)
+    dry = record_ranks(config, 2, range(2), num_steps=1)
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    number = 1 + max(span.action.micro_batch for span in dry[0].recording.actions)
+    order = plan_stages(spec, args, config.parallelism).order(number)
+    for rank in range(2):
+        recording = dry[rank].recording
+        assert [span.action for span in recording.actions] == order[rank]
+        ends = [end for span in recording.actions for end in (span.start, span.end)]
+        assert ends == sorted(ends)

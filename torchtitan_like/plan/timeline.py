@@ -6,7 +6,7 @@ another. So overlap and prefetch are what the trainer does, not rules of this mo
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -71,7 +71,7 @@ class Played(NamedTuple):
     """
 
     seconds: float
-    parts: Counter[Part]
+    parts: dict[Part, float]
     actions: list[tuple[Action, float]]
 
     @property
@@ -105,7 +105,7 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
     tokens = _tokens_per_gpu(config, dims) / total
     return StepTime(
         seconds=total,
-        parts={part: parts[part] for part in PARTS if parts[part] > 0},
+        parts={part: parts[part] for part in PARTS if parts.get(part, 0) > 0},
         tokens_per_second=tokens,
         mfu=100 * tokens * _flops_per_token(config) / (gpu.peak_tflops["bfloat16"] * 1e12),
         error_percent=cluster.error_percent,
@@ -161,7 +161,7 @@ def play(
     streams: dict[int, float] = {}
     lanes: dict[str, float] = {}
     ends: dict[int, float] = {}  # of each item, and of all before it on its stream
-    parts: Counter[Part] = Counter()
+    parts: defaultdict[Part, float] = defaultdict(float)
     boundaries = _boundaries(recording)
     clock_at: dict[int, float] = {}
     host = 0.0

@@ -47,7 +47,9 @@ def test_memory_and_time_are_compared_once() -> None:
     assert event["off_percent"] == {"reserved memory": 2.5, "step time": 5.0}
 
 
-@pytest.mark.parametrize(("log_freq", "memory_step", "time_step"), [(1, 3, 10), (2, 4, 10), (7, 7, 14)])
+@pytest.mark.parametrize(
+    ("log_freq", "memory_step", "time_step"), [(1, 3, 10), (2, 4, 10), (7, 7, 14)]
+)
 def test_the_first_log_lines_after_enough_steps_count(
     log_freq: int, memory_step: int, time_step: int
 ) -> None:
@@ -73,7 +75,9 @@ def test_memory_of_a_process_is_not_compared_with_a_gpu() -> None:
     assert event["reserved_gib"] is None and event["off_percent"] == {"step time": 0.0}
 
 
-@pytest.mark.parametrize(("seconds", "is_logged"), [(2.1, False), (2.19, False), (2.3, True), (1.7, True)])
+@pytest.mark.parametrize(
+    ("seconds", "is_logged"), [(2.1, False), (2.19, False), (2.3, True), (1.7, True)]
+)
 def test_a_deviation_of_more_than_10_percent_is_logged(
     seconds: float, is_logged: bool, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,9 +54,7 @@ def test_a_plan_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"fullest": None}, "fullest"),
     ],
 )
-def test_other_files_are_no_plans(
-    changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_other_files_are_no_plans(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.plan.json"
     write_plan(path, PLAN)
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
@@ -108,7 +106,9 @@ def test_the_number_of_ranks_is_compared() -> None:
 
 
 def test_a_plan_of_another_configuration_is_said_to_be_one() -> None:
-    text = describe_differences(Path("x.plan.json"), [f"key{n}: planned 1, run with 2" for n in range(7)])
+    text = describe_differences(
+        Path("x.plan.json"), [f"key{n}: planned 1, run with 2" for n in range(7)]
+    )
     assert text.startswith("The plan x.plan.json is of another configuration (key0: planned 1")
     assert "key4" in text and "key5" not in text and "and 2 more" in text
 
@@ -120,7 +120,9 @@ def test_deviations() -> None:
     assert deviations(PLAN, Measured()) == []
     assert [each.name for each in deviations(PLAN, Measured(None, 2.0))] == ["step time"]
     without_time = replace(PLAN, step_seconds=None)
-    assert [each.name for each in deviations(without_time, Measured(1.0, 2.0))] == ["reserved memory"]
+    assert [each.name for each in deviations(without_time, Measured(1.0, 2.0))] == [
+        "reserved memory"
+    ]
 
 
 def test_the_event_has_both_sides() -> None:
