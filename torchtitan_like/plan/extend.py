@@ -6,6 +6,7 @@ A few layers and micro-batches are dry-run, because repeated ones take the same 
   fragmentation is not quite linear, so the finalists of a search are dry-run at full depth.
 - Without a pipeline, each further micro-batch takes as long as the first one of two.
 - With a pipeline, the schedule of all micro-batches runs with the recorded durations of its actions.
+  Each further micro-batch adds the buffers of its messages.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
-from torchtitan_like.util.units import MIB
+from torchtitan_like.util.units import GIB, MIB
 
 # Layers of each stage at the two depths.
 DEPTHS = (3, 5)
-# A pipeline keeps the most micro-batches after this many for each of its ranks.
-MICRO_BATCHES_PER_RANK = {"1F1B": 1}
-MICRO_BATCHES_OF_OTHERS = 2
+# Micro-batches for each pipeline rank after which a step has its most memory: as many as the first
+# rank keeps, and one more, whose backward finds all gradients allocated.
+MICRO_BATCHES_PER_RANK = 2  # of schedules with several stages on a rank
 
 Value = Mapping[str, float]
 
@@ -67,7 +68,8 @@ def few_micro_batches(layout: Layout) -> int:
     if layout.pipeline is None:
         return min(layout.num_micro, 2)
     name = layout.pipeline.schedule
-    few = layout.pp * MICRO_BATCHES_PER_RANK.get(name, MICRO_BATCHES_OF_OTHERS)
+    is_multi = SCHEDULES[name].is_multi
+    few = MICRO_BATCHES_PER_RANK * layout.pp if is_multi else layout.pp + 1
     if few >= layout.num_micro or refusal(name, few, layout.pp, layout.num_stages):
         return layout.num_micro
     return few
@@ -171,7 +173,7 @@ def measure(
     `exposed` in a micro-batch.
     """
     values = {
-        "gib": max(needed_gib(memory_of(run)) for run in runs),
+        "gib": max(needed_gib(memory_of(run)) + _buffers_gib(run, layout) for run in runs),
         "message": max(message_seconds(run.recording, gpu, cluster) for run in runs),
     }
     plays = play_all(runs, config, gpu, cluster)
@@ -190,6 +192,17 @@ def measure(
     values["outside"] = max(played.outside for played in plays)
     values["exposed"] = max(map(_exposed, plays)) / few_micro_batches(layout)
     return values
+
+
+def _buffers_gib(run: DryRun, layout: Layout) -> float:
+    """Return the buffers of the messages of micro-batches that are not dry-run, GiB.
+
+    Each stage of torch's pipelines keeps a buffer for what it receives of every micro-batch.
+    """
+    few = few_micro_batches(layout)
+    start, end = (mark.num_work for mark in run.recording.marks[-2:])
+    received = sum(item.num_bytes for item in run.recording.work[start:end] if item.op == "recv")
+    return (layout.num_micro - few) * received / few / GIB
 
 
 def _after_first_micro_batch(run: DryRun) -> DryRun:

@@ -140,7 +140,10 @@ def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any)
             replace(rule.problem(section), key=f"{name}.{rule.key}")
             for rule in broken_rules(type(section).rules, section)
         ]
-    return [config.locate(problem) for problem in problems if problem.severity == "error"]
+    refused = [problem for problem in problems if problem.severity == "error"]
+    # Training refuses too few micro-batches, which a file may leave to the command of the run.
+    refused += [problem for problem in check_pipeline(run) if problem.severity == "training_error"]
+    return [config.locate(problem) for problem in refused]
 
 
 def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
