@@ -144,7 +144,8 @@ def test_a_failed_dry_run_is_named_and_the_search_continues(
     ("batch", "num_layouts", "refused"),
     [
         # As in test_layouts.py, with one kind of recomputation: FSDP, DDP, TP and PP.
-        (8, 3 * 2 + 3 + 4 + 6 * 4, []),
+        # Too few micro-batches for their stages: 2 and 1 of DualPipeV, 1 of 1F1B.
+        (8, 3 * 2 + 3 + 4 + 6 * 4, [3]),
         # Two data-parallel ranks cannot share 3 samples: FSDP (resharding or not) and DDP.
         # DualPipeV needs as many micro-batches as its 4 stages.
         (3, 2 + 1 + 1 + 6, [3, 1]),
