@@ -139,17 +139,19 @@ def settings_of(row: Row, shape: Shape, *, is_whole: bool = False) -> list[str]:
     local = int(row["micro_batch"])
     if pp > 1:
         local *= shape.micro_batches
-        num_stages = pp * int(row["vp"]) if is_whole else 2
         tables["parallelism"] |= {
             "pipeline_parallel_schedule": row["schedule"] if is_whole else "1F1B",
             "pipeline_parallel_microbatch_size": row["micro_batch"],
         }
+        num_stages = pp * int(row["vp"]) if is_whole else 2
         if shape.layers % num_stages == 0:
             tables["parallelism"] |= {
                 "pipeline_parallel_first_stage_less_layers": "0",
                 "pipeline_parallel_last_stage_less_layers": "0",
-                "pipeline_parallel_layers_per_stage": str(shape.layers // num_stages),
             }
+            if is_whole:
+                per_stage = str(shape.layers // num_stages)
+                tables["parallelism"]["pipeline_parallel_layers_per_stage"] = per_stage
     tables["training"]["local_batch_size"] = str(local)
     if pp == 1:
         data_ranks = int(row["dp_shard"]) * int(row["dp_replicate"])
