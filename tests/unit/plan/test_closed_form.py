@@ -153,7 +153,6 @@ def test_time_follows_the_layout() -> None:
     computing = model.flops_per_token * 64 * 8192 / 16 / (989.4e12 * 0.6)
     assert time() >= computing
     assert time(recompute="full") > time(recompute="op") > time()
-    assert time(tp=8, shard=2) > time(), "tensor parallelism is exposed"
     pipeline = {"pp": 4, "shard": 4, "num_micro": 16, "frees_weights": False}
     bubbles = [
         seconds(replace(FSDP_8, pipeline=kind, **pipeline), model, given, GPU, NETWORK)
