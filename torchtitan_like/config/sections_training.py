@@ -246,6 +246,35 @@ class Optimizer(Section):
         ]
 
 
+class EMA(Section):
+    """Exponential moving average (EMA) of the weights, for validation and export."""
+
+    facts: ClassVar[Facts] = Facts(affects="ema", needs=(enabled(),))
+
+    enable: bool = field(
+        False,
+        "Average the weights over the updates, in float32, and save the average in checkpoints.",
+        affects="nothing",
+    )
+    decay: float = field(
+        0.9999,
+        "Part of the average that an update keeps; 1 - decay is the part of the new weights.",
+        gt=0,
+        lt=1,
+    )
+    warmup: bool = field(
+        True,
+        "Lower the decay of early updates: after the n-th update to at most (1 + n) / (10 + n).",
+    )
+    validation: bool = field(
+        False,
+        "Validate with the averaged weights too. They then replace the weights, a copy of which "
+        "takes memory meanwhile.",
+        affects="nothing",
+        needs=enabled("validation.enable"),
+    )
+
+
 class LRScheduler(Section):
     """Learning rate schedule: warmup, stable phase, decay."""
 

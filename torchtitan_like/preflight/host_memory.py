@@ -44,17 +44,21 @@ class HostMemoryNeed(NamedTuple):
     parameters: int
     gradients: int
     optimizer_states: int
+    averages: int
 
     @property
     def of_node(self) -> int:
-        return self.ranks_of_node * (self.parameters + self.gradients + self.optimizer_states)
+        _, *sizes = self
+        return self.ranks_of_node * sum(sizes)
 
     def __str__(self) -> str:
-        sizes = (self.parameters, self.gradients, self.optimizer_states)
-        parameters, gradients, states = (f"{num_bytes / GIB:.2f}" for num_bytes in sizes)
+        _, *sizes = self
+        parameters, gradients, states, averages = (f"{size / GIB:.2f}" for size in sizes)
+        average = f" + averages {averages}" if self.averages else ""
         return (
             f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks"
-            f" x (parameters {parameters} + gradients {gradients} + optimizer states {states} GiB)"
+            f" x (parameters {parameters} + gradients {gradients} + optimizer states {states}"
+            f"{average} GiB)"
         )
 
 
@@ -93,7 +97,8 @@ def host_memory_need(
     num_of_rank = -(-num_params // num_shards)
     weights = num_of_rank * BYTES[training.dtype]
     states = num_of_rank * state_bytes(config.optimizer, training.dtype)
-    return HostMemoryNeed(ranks_of_node, weights, weights, states)
+    averages = num_of_rank * max(BYTES[training.dtype], 4) if config.ema.enable else 0
+    return HostMemoryNeed(ranks_of_node, weights, weights, states, averages)
 
 
 def check_host_memory(run: RunContext) -> Iterator[Problem]:
@@ -120,6 +125,7 @@ def check_host_memory(run: RunContext) -> Iterator[Problem]:
         "optimizer.state_dtype",
         "optimizer.bf16_rounding",
         "optimizer.groups",
+        "ema.enable",
     )
     remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
     if need.of_node > memory.total:

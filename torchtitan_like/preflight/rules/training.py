@@ -1,4 +1,4 @@
-"""Rules of [training], [validation], [optimizer] and [lr_scheduler]."""
+"""Rules of [training], [validation], [optimizer], [ema] and [lr_scheduler]."""
 
 from __future__ import annotations
 
@@ -188,6 +188,58 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         "false with a registered optimizer, which may need the gradients of all parameters",
         "set it to false",
         ("optimizer.name",),
+    ),
+)
+
+
+# Part of the initial weights in the last average, above which a warning tells of it.
+INITIAL_PART = 0.05
+
+
+def _initial_part(run: RunContext) -> float:
+    """Return the part of the first weights in the average after the last step, without warm-up."""
+    ema = run.config.ema
+    return 0.0 if ema.warmup else float(ema.decay**run.config.training.steps)
+
+
+def _saves(run: RunContext) -> bool:
+    return run.config.checkpoint.enable and not run.config.checkpoint.load_only
+
+
+EMA_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "average-of-initial-weights",
+        "ema.decay",
+        lambda run: run.config.ema.enable and _initial_part(run) > INITIAL_PART,
+        lambda run: (
+            f"keeps {_initial_part(run):.0%} of the first weights in the average after "
+            f"training.steps = {run.config.training.steps}, because ema.warmup = false"
+        ),
+        "lower it, or set ema.warmup = true",
+        ("ema.warmup", "training.steps"),
+        "warning",
+    ),
+    Rule(
+        "unused-average",
+        "ema.enable",
+        lambda run: (
+            run.config.ema.enable
+            and not _saves(run)
+            and not (run.config.ema.validation and run.config.validation.enable)
+        ),
+        "averages weights that are neither saved nor validated",
+        "set checkpoint.enable = true, or ema.validation = true",
+        ("checkpoint.enable", "checkpoint.load_only", "ema.validation", "validation.enable"),
+        "warning",
+    ),
+    Rule(
+        "last-save-without-average",
+        "checkpoint.last_save_in_hf",
+        lambda run: run.config.ema.enable and _saves(run) and run.config.checkpoint.last_save_in_hf,
+        "false with ema.enable = true: safetensors files hold one copy of the weights, and the "
+        "average of the last step would be lost",
+        "set it to false, and export the last step with `titan ckpt export`, with and without --ema",
+        ("ema.enable",),
     ),
 )
 
