@@ -69,4 +69,15 @@ def test_the_need_of_a_node() -> None:
     need = host_memory_need(load_config(line.split()), 2**28, 2, 2)
     assert need is not None and need.of_node == 2.5 * GIB
     assert "optimizer states 0.25 GiB" in str(need)
+    assert "averages" not in str(need)
     assert host_memory_need(load_config([]), 2**28, 2, 2) is None
+
+
+@pytest.mark.parametrize(("dtype", "gib"), [("bfloat16", 0.5), ("float32", 0.5), ("float64", 1.0)])
+def test_averaged_weights_need_host_memory(dtype: str, gib: float) -> None:
+    line = f"--training.enable_cpu_offload --training.dtype {dtype}"
+    without = host_memory_need(load_config(line.split()), 2**28, 2, 2)
+    need = host_memory_need(load_config(f"{line} --ema.enable".split()), 2**28, 2, 2)
+    assert need is not None and without is not None
+    assert need.of_node - without.of_node == 2 * gib * GIB
+    assert f"+ averages {gib:.2f} GiB" in str(need)
