@@ -32,6 +32,7 @@ class States(NamedTuple):
 STATES = {
     "Adam": States(2, is_elementwise=True),
     "AdamW": States(2, is_elementwise=True),
+    "AdamW8bit": States(2, is_elementwise=True),
     "Lion": States(1, is_elementwise=True),
     "Muon": States(1, is_elementwise=False),
 }
@@ -62,7 +63,7 @@ class HostMemoryNeed(NamedTuple):
         )
 
 
-def state_bytes(section: Optimizer, weight_dtype: str) -> int:
+def state_bytes(section: Optimizer, weight_dtype: str) -> float:
     """Return the bytes of optimizer states of a parameter.
 
     With several optimizers, this is the smallest number among them, so that no run is refused that
@@ -71,13 +72,16 @@ def state_bytes(section: Optimizer, weight_dtype: str) -> int:
     return min(_state_bytes(name, section, weight_dtype) for name in section.names)
 
 
-def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> int:
+def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> float:
     if name not in STATES:
         return 0  # of a registered optimizer, whose states are unknown
     states = STATES[name]
     if not states.is_elementwise:
         return states.num_tensors * BYTES[weight_dtype]
-    num_bytes = states.num_tensors * BYTES[section.state_dtype or weight_dtype]
+    size: float = BYTES[section.state_dtype or weight_dtype]
+    if name == "AdamW8bit":  # a code, and a part of a float32 scale
+        size = 1 + 4 / section.adamw8bit_block_size
+    num_bytes = states.num_tensors * size
     if section.bf16_rounding == "kahan" and weight_dtype == "bfloat16":
         num_bytes += BYTES["bfloat16"]
     return num_bytes
@@ -96,7 +100,7 @@ def host_memory_need(
         return None
     num_of_rank = -(-num_params // num_shards)
     weights = num_of_rank * BYTES[training.dtype]
-    states = num_of_rank * state_bytes(config.optimizer, training.dtype)
+    states = round(num_of_rank * state_bytes(config.optimizer, training.dtype))
     averages = num_of_rank * max(BYTES[training.dtype], 4) if config.ema.enable else 0
     return HostMemoryNeed(ranks_of_node, weights, weights, states, averages)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Literal
 
@@ -152,6 +153,17 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
 VALIDATION_RULES = _sequence_rules("validation")
 
 OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "adamw8bit-without-torchao",
+        "optimizer.name",
+        lambda run: (
+            "AdamW8bit" in run.config.optimizer.names
+            and importlib.util.find_spec("torchao") is None
+        ),
+        "the package torchao for AdamW8bit, which is not installed",
+        "pip install 'torchtitan_like[adamw8bit]'",
+        ("optimizer.groups",),
+    ),
     Rule(
         "accumulated-early-step",
         EARLY_STEP,
