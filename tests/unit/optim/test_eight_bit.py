@@ -135,6 +135,21 @@ def test_rows_of_a_shard_have_the_states_of_the_whole_matrix():
                 assert torch.equal(state, of_whole[blocks if "scales" in name else slices])
 
 
+def test_torchaos_own_states_depend_on_the_number_of_ranks():
+    """Why this package divides rows into blocks, and not the shards of ranks (docs/guides)."""
+    from torchao.optim.subclass_8bit import OptimState8bit
+
+    kinds = {}
+    for num_ranks in (1, 2, 3):
+        shard = parameter(24 // num_ranks, 384)
+        shard.grad = torch.zeros_like(shard)
+        optimizer = torchaos(shard)
+        with patch.object(torch, "compile", lambda function, **_: function):
+            optimizer.step()
+        kinds[num_ranks] = isinstance(optimizer.state[shard]["exp_avg"], OptimState8bit)
+    assert kinds == {1: True, 2: True, 3: False}
+
+
 def test_chunks_do_not_change_the_codes(monkeypatch):
     """Large weights are coded in chunks, which bound the temporary memory."""
     states = []
