@@ -244,7 +244,7 @@ def test_compiled_graph_gives_the_results_of_one_rank(layout, recompute):
     assert_equal(actual, one_rank(n_layers=1))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_inductor_gives_the_results_of_one_rank():
     """The graph has bucketed collectives. Before torch 2.13 Inductor has no float64 attention."""
     types = dict.fromkeys(("dtype", "param_dtype", "reduce_dtype"), "float32")

@@ -122,6 +122,7 @@ def test_run_resumes_after_kills_at_random_times(chain: Chain) -> None:
     run_kills(chain, [random_kill(draw, life_seconds=2.0, save_seconds=0.2) for _ in range(8)])
 
 
+@pytest.mark.nightly
 def test_run_resumes_after_kills_under_torchrun(torchrun_chain: Chain) -> None:
     kills = [Kill("in the middle of a shard", (1,), 1), Kill("before the step is published", ALL)]
     assert run_kills(torchrun_chain, kills) == len(kills)

@@ -260,6 +260,7 @@ def test_second_start_does_not_change_the_files_of_a_running_run(tmp_path: Path)
     assert not (folder / "attempts").exists() and not (folder / "config.toml").exists()
 
 
+@pytest.mark.nightly
 def test_torchrun_restarts_a_killed_run(chain: Chain, fork_server: Starter) -> None:
     """All ranks resume from the newest checkpoint and finish."""
     chain.overrides.update(BASE)
@@ -273,6 +274,7 @@ def test_torchrun_restarts_a_killed_run(chain: Chain, fork_server: Starter) -> N
     assert not read_errors(chain.folder / "attempts/2")
 
 
+@pytest.mark.nightly
 def test_elastic_run_continues_on_fewer_and_on_more_nodes(chain: Chain) -> None:
     """One of two nodes is lost in step 4, and the other node continues.
 

@@ -261,6 +261,7 @@ def test_two_nodes_equal_one_node(data: Path, run_forked: ForkedTrainer, tmp_pat
     assert ACROSS_NODES not in output
 
 
+@pytest.mark.nightly
 def test_killed_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
     """Layers are sharded across the nodes, so the config check prints a warning."""
     process = start_nodes(
@@ -289,6 +290,7 @@ def test_killed_rank_ends_both_nodes(data: Path, tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_signal_ends_both_nodes_by_agreement(
     data: Path, run_forked: ForkedTrainer, tmp_path: Path
 ) -> None:

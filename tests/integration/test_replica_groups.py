@@ -22,6 +22,7 @@ from tests.harness.runner import (
 )
 from torchtitan_like.checkpoint.step_folders import published_steps, read_manifest
 from torchtitan_like.checkpoint.tools.compare import compare_checkpoints
+from torchtitan_like.cli import main as titan
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.batches.batch import chain_digest
 from torchtitan_like.data.build import build_train_batches
@@ -56,9 +57,7 @@ ENDLESS = {"training.steps": "1000000"}
 class Job:
     """A lighthouse and its replica groups, in one dump folder."""
 
-    def __init__(
-        self, folder: Path, lighthouse: str, ngpu: int, settings: dict[str, str]
-    ) -> None:
+    def __init__(self, folder: Path, lighthouse: str, ngpu: int, settings: dict[str, str]) -> None:
         self.folder = folder
         self._lighthouse = lighthouse
         self._ngpu = ngpu
@@ -85,6 +84,16 @@ class Job:
     def kill(self, group: int) -> None:
         """Kill all processes of a group with SIGKILL."""
         kill_session(self._processes.pop(group))
+
+    def kill_for_a_while(self, group: int) -> int:
+        """Kill one of two groups, and start it again later. Returns the other one's step then."""
+        other = 1 - group
+        self.kill(group)
+        lost_at = self.step(other)
+        self.wait_for(lambda: self.step(other) > lost_at + 2 * INTERVAL)
+        returned_at = self.step(other)
+        self.start(group)
+        return returned_at
 
     def stop(self, group: int) -> int:
         """Ask a group to save and end. Returns the exit code of its launcher."""
@@ -211,11 +220,7 @@ def test_a_killed_group_returns_and_the_other_one_never_stops(
         for group in (0, 1):
             groups.start(group)
         groups.wait_for(lambda: min(groups.step(0), groups.step(1)) > 2 * INTERVAL)
-        groups.kill(1)
-        lost_at = groups.step(0)
-        groups.wait_for(lambda: groups.step(0) > lost_at + 2 * INTERVAL)
-        returned_at = groups.step(0)
-        groups.start(1)
+        returned_at = groups.kill_for_a_while(1)
         last = groups.train_together(returned_at)
         for group in (0, 1):
             groups.stop(group)
@@ -242,8 +247,14 @@ def test_a_killed_group_returns_and_the_other_one_never_stops(
     assert 2 * INTERVAL < counts[1] < last - INTERVAL  # the killed group has missed some
 
 
-def test_two_groups_take_the_steps_of_one_run(lighthouse: str, tmp_path: Path) -> None:
+def test_two_groups_take_the_steps_of_one_run(
+    lighthouse: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two groups of one rank have the numbers of one run on two ranks, if none is lost."""
+    monkeypatch.chdir(ROOT)
     steps = {"training.steps": "12", "fault_tolerance.min_replica_size": "2"}
     with job(tmp_path / "job", lighthouse, 1, {**SMALL, **steps}) as groups:
         for group in (0, 1):
@@ -260,6 +271,10 @@ def test_two_groups_take_the_steps_of_one_run(lighthouse: str, tmp_path: Path) -
                 assert row[key] == pytest.approx(expected[key], rel=1e-5), (row, expected)
             for key in ("step", "n_tokens_seen", "num_valid_tokens", "lr"):
                 assert row[key] == expected[key]
+        saved = groups.checkpoints(group)[12]
+        assert titan(["data", "show", str(saved), "--step", "5"]) == 0
+        shown = capsys.readouterr().out
+        assert shown.count(" epoch 0 sample ") == BATCH and "the same" in shown
 
 
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
@@ -276,11 +291,7 @@ def test_semi_sync_groups_have_equal_weights_after_a_kill(
         for group in (0, 1):
             groups.start(group)
         groups.wait_for(lambda: min(groups.step(0), groups.step(1)) > 2 * INTERVAL)
-        groups.kill(1)
-        lost_at = groups.step(0)
-        groups.wait_for(lambda: groups.step(0) > lost_at + 2 * INTERVAL)
-        returned_at = groups.step(0)
-        groups.start(1)
+        returned_at = groups.kill_for_a_while(1)
         last = groups.train_together(returned_at)
         for group in (0, 1):
             groups.stop(group)

@@ -42,7 +42,10 @@ class StepSample:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The global batch of a step. `digest` is the `data_digest` of metrics.jsonl."""
+    """What a replica group reads in a step. `digest` is the `data_digest` of its metrics.jsonl.
+
+    Without `[fault_tolerance]` the group has all ranks, and this is the global batch.
+    """
 
     step: int
     samples: list[StepSample]
@@ -59,10 +62,12 @@ def read_step(
     tokenizer: Tokenizer,
     step: int,
     settings: Settings,
+    replica_group: tuple[int, int],
 ) -> StepSamples:
     """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
     manifest: manifest of the checkpoint. settings: the config sections of user code.
+    replica_group: see `TrainBatches`. A group that was lost for some steps reads other samples.
     Builds a missing token cache and writes nothing else.
     Raises DataError, also if the data ends before `step`.
     """
@@ -88,9 +93,10 @@ def read_step(
             seed=manifest["seed"],
             dp_rank=0,
             dp_size=1,
-            num_accumulation=manifest["global_batch_size"],
+            num_accumulation=manifest["global_batch_size"] // replica_group[1],
             makes_windows_ahead=False,
             settings=settings,
+            replica_group=replica_group,
         )
         _seek(batches, manifest, step)
         positions = batches.next_positions()

@@ -75,6 +75,7 @@ def _show(arguments: argparse.Namespace) -> int:
         tokenizer,
         arguments.step,
         config.extra_sections,
+        config.fault_tolerance.share,
     )
     recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     code = 0 if recorded in (None, content.digest) else DIFFERENT

@@ -209,7 +209,6 @@ class TrainBatches:
         """Yield this rank's plan for each step from the current position on."""
         position, end = self.position, self.order.end
         dp_rank, dp_size = self._sharing
-        group, num_groups = self._replica_group
         while True:
             positions = self.steps.positions_from(position)
             if end is not None and positions[0] >= end:
@@ -217,8 +216,7 @@ class TrainBatches:
             position = int(positions[-1]) + 1
             position = position if end is None else min(position, end)
             samples = self._samples_at(positions)
-            # The part of a group must not depend on its layout, which may change in a restart.
-            rows = np.arange(len(positions)).reshape(num_groups, -1)[group]
+            rows = self._rows_of_group(len(positions))
             num_samples = int(np.count_nonzero(samples[rows] != NO_SAMPLE))
             local_rows = rows.reshape(-1, dp_size, self._local_batch_size)[:, dp_rank].ravel()
             yield Plan(samples[local_rows], positions[local_rows], position, num_samples)
@@ -328,8 +326,17 @@ class TrainBatches:
         self._go_to(self.steps.position_after(self.position, num_steps))
 
     def next_positions(self) -> NDArray[np.int64]:
-        """Return the positions (samples,) that the next step reads on all ranks."""
-        return self.steps.positions_from(self.position)
+        """Return the positions (samples,) that the replica group reads in the next step."""
+        positions = self.steps.positions_from(self.position)
+        return positions[self._rows_of_group(len(positions))]
+
+    def _rows_of_group(self, num_rows: int) -> NDArray[np.int64]:
+        """Return the numbers of the replica group's rows in a step of `num_rows`.
+
+        They do not depend on the layout of the group, which may change in a restart.
+        """
+        group, num_groups = self._replica_group
+        return np.arange(num_rows).reshape(num_groups, -1)[group]
 
     def _go_to(self, position: int) -> None:
         self.position = position
