@@ -48,13 +48,13 @@ from torchtitan_like.build import (
     longest_sequence,
     model_sections,
 )
+from torchtitan_like.checkpoint.averages import EMA
 from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import (
-    EMA,
     CombinedState,
     JsonState,
     ModelState,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from torchtitan_like.checkpoint.averages import EMA
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
@@ -30,7 +31,7 @@ from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
 from torchtitan_like.checkpoint.staging import Staging
 from torchtitan_like.checkpoint.start import Start, decide_start
-from torchtitan_like.checkpoint.stateful import EMA, Stateful
+from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     MANIFEST_OWN_KEYS,

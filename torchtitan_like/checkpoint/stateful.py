@@ -16,9 +16,6 @@ from torch import nn
 
 StateDict = dict[str, Any]
 
-# Key of the averaged weights. A checkpoint has them if its manifest has this entry.
-EMA = "ema"
-
 
 class Stateful(Protocol):
     """The protocol of `torch.distributed.checkpoint.stateful.Stateful`, without the import."""
