@@ -48,7 +48,7 @@ from torchtitan_like.build import (
     longest_sequence,
     model_sections,
 )
-from torchtitan_like.checkpoint.averages import EMA
+from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
@@ -331,7 +331,7 @@ class Trainer:
             self.after_update()
         if self.semi_sync is not None and self.start.kind != "resume":
             self.semi_sync.reset()
-        if self.ema is not None and EMA not in loaded:
+        if self.ema is not None and EMA_KEY not in loaded:
             self.ema.start()
             logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
         # The position of the data is restored, even if parts of the checkpoint were excluded.
@@ -431,7 +431,7 @@ class Trainer:
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
         }
         if self.ema is not None:
-            states[EMA] = self.ema
+            states[EMA_KEY] = self.ema
         if self.semi_sync is not None:
             states["fault_tolerance"] = self.semi_sync
         return states
@@ -898,7 +898,7 @@ class Trainer:
             }
             if self.ema is not None:
                 section = self.config.ema
-                summary[EMA] = {"decay": section.decay, "warmup": section.warmup}
+                summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
             if self.upcycled_from is not None:
                 summary["upcycled_from"] = self.upcycled_from
             if extensions := used_extensions(self.config):

@@ -9,9 +9,9 @@ from typing import Any
 from torchtitan_like.checkpoint.errors import CheckpointError
 
 # Key of the state. A step has averaged weights if its manifest has this entry.
-EMA = "ema"
+EMA_KEY = "ema"
 _WEIGHT_PREFIX = "model."
-_AVERAGE_PREFIX = f"{EMA}.average."
+_AVERAGE_PREFIX = f"{EMA_KEY}.average."
 
 
 def average_entries(stored: Iterable[str]) -> dict[str, str]:
@@ -28,7 +28,7 @@ def average_entries(stored: Iterable[str]) -> dict[str, str]:
 
 def check_average(step: Path, manifest: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a native step has averaged weights."""
-    if EMA not in manifest or manifest["kind"] == "hf":
+    if EMA_KEY not in manifest or manifest["kind"] == "hf":
         raise CheckpointError(
             f"{step} has no averaged weights. Expected a step of a run with ema.enable = true: leave "
             "out --ema, or choose such a step"

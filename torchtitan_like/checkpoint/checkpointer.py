@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchtitan_like.checkpoint.averages import EMA
+from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
@@ -55,7 +55,7 @@ warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning
 )
 
-WEIGHTS = ("model", EMA)  # the states in a step that holds only the weights
+WEIGHTS = ("model", EMA_KEY)  # the states in a step that holds only the weights
 GRACE_SECONDS = 60.0  # for a pending checkpoint after a crash, which other ranks may still finish
 
 

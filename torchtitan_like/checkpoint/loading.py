@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_like.checkpoint.averages import EMA, average_entries
+from torchtitan_like.checkpoint.averages import EMA_KEY, average_entries
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
@@ -48,12 +48,12 @@ def load_states(
     of one rank is raised on every rank.
     """
     start_time = time.monotonic()
-    has_average = EMA in (start.manifest or {})
-    missing = () if has_average else (EMA,)
+    has_average = EMA_KEY in (start.manifest or {})
+    missing = () if has_average else (EMA_KEY,)
     keys = [key for key in states if key not in (*exclude, *missing)]
     if start.kind == "warm":
         keys = ["model"]
-    elif has_average and EMA not in states:
+    elif has_average and EMA_KEY not in states:
         logger.warning(
             f"Ignored the averaged weights in {start.path}, because ema.enable = false. Checkpoints "
             "of this run will not have them"

@@ -40,7 +40,7 @@ class Coder(NamedTuple):
 
     def encode(self, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes (uint8) and scales (float32, one per block) of a state."""
-        table = self.tables[name].to(value.device)
+        table = self.tables[name]
         codes, scales = [], []
         blocks = value.to(torch.float32).reshape(-1, self.block_size)
         for part in blocks.split(max(1, CHUNK // self.block_size)):
@@ -57,9 +57,9 @@ class Coder(NamedTuple):
         """Return the values of a state, float32."""
         if not scales.numel():  # a rank without rows; torchao cannot reshape them
             return torch.zeros(codes.shape, device=codes.device)
-        table = self.tables[name].to(codes.device)
         blocks = codes.reshape(-1, self.block_size)
-        return self.dequantize(blocks, table, scales.flatten()).view(codes.shape)
+        values = self.dequantize(blocks, self.tables[name], scales.flatten())
+        return values.view(codes.shape)
 
 
 class AdamW8bit(AdamW):
@@ -78,7 +78,8 @@ class AdamW8bit(AdamW):
         seed: int,
     ) -> None:
         """Build the state. Raises ConfigError if a rank's shard has a part of a block."""
-        self._coder = _build_coder(section.adamw8bit_block_size)
+        device = groups[0].members[0][1].device
+        self._coder = _build_coder(section.adamw8bit_block_size, device)
         for group in groups:
             for name, parameter in group.members:
                 self._check_shard(name, parameter)
@@ -124,12 +125,14 @@ class AdamW8bit(AdamW):
         return {f"{name}_codes": codes, f"{name}_scales": scales}
 
 
-def _build_coder(block_size: int) -> Coder:
+def _build_coder(block_size: int, device: torch.device) -> Coder:
     with fewer_warnings():
         from torchao.optim import quant_utils
 
     tables = {
-        name: torch.tensor(quant_utils.create_dynamic_map(signed=is_signed), dtype=torch.float32)
+        name: torch.tensor(
+            quant_utils.create_dynamic_map(signed=is_signed), dtype=torch.float32, device=device
+        )
         for name, is_signed in SIGNED.items()
     }
     return Coder(

@@ -49,13 +49,13 @@ class HostMemoryNeed(NamedTuple):
 
     @property
     def of_node(self) -> int:
-        _, *sizes = self
-        return self.ranks_of_node * sum(sizes)
+        of_rank = self.parameters + self.gradients + self.optimizer_states + self.averages
+        return self.ranks_of_node * of_rank
 
     def __str__(self) -> str:
-        _, *sizes = self
-        parameters, gradients, states, averages = (f"{size / GIB:.2f}" for size in sizes)
-        average = f" + averages {averages}" if self.averages else ""
+        sizes = (self.parameters, self.gradients, self.optimizer_states)
+        parameters, gradients, states = (f"{num_bytes / GIB:.2f}" for num_bytes in sizes)
+        average = f" + averages {self.averages / GIB:.2f}" if self.averages else ""
         return (
             f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks"
             f" x (parameters {parameters} + gradients {gradients} + optimizer states {states}"

@@ -186,6 +186,6 @@ def dynamic_map(is_signed):
 @pytest.mark.parametrize(("name", "is_signed"), [("exp_avg", True), ("exp_avg_sq", False)])
 def test_the_tables_of_codes_are_the_ones_of_stored_states(name, is_signed):
     """A checkpoint stores codes without their tables: another table would change their values."""
-    table = eight_bit._build_coder(256).tables[name]
+    table = eight_bit._build_coder(256, torch.device("cpu")).tables[name]
     assert len(table) == 256
     np.testing.assert_allclose(table.numpy(), dynamic_map(is_signed), rtol=1e-6)

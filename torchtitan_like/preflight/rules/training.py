@@ -204,7 +204,7 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
 )
 
 
-# Part of the initial weights in the last average, above which a warning tells of it.
+# An average that keeps a larger part of the first weights at the end of the run causes a warning.
 INITIAL_PART = 0.05
 
 
