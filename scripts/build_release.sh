@@ -34,6 +34,7 @@ out=$(CDPATH='' cd "${1:-dist}" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PIP_DISABLE_PIP_VERSION_CHECK=1
+unset PYTHONPATH # pip would find an installation there, and not install the wheel
 
 "$PYTHON" -m venv "$work/tools"
 "$work/tools/bin/pip" install --quiet "${TOOLS[@]}"
@@ -50,7 +51,6 @@ programs=$work/environment/bin
 mkdir "$work/run"
 (
   cd "$work/run"
-  unset PYTHONPATH
   "$programs/titan" --version
   CUDA_VISIBLE_DEVICES='' "$programs/titan" train debug_model.toml --training.steps 2 --validation.no-enable
 )

@@ -80,7 +80,7 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
     site_packages = Path(run(python, "-c", code).strip())
     # The requirements are those of this Python: installing torch would take minutes.
     (site_packages / "requirements.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    # `--ignore-installed`: pip also finds the package of its own environment, and would install nothing.
+    # PYTHONPATH names this checkout. pip may find the package there, and would install nothing.
     options = ("--quiet", "--no-deps", "--no-index", "--ignore-installed")
     run(*pip, "--python", python, "install", *options, wheel)
     return Release(commit, package_files, sdist, wheel, environment / "bin", site_packages)
