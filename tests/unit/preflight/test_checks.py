@@ -37,7 +37,9 @@ def test_the_defaults_have_no_problem() -> None:
     assert check("--training.steps 1000", 4) == []
 
 
-MOE = "--model.name qwen3 --model.flavor debugmodel_moe --parallelism.expert_parallel_degree 2"
+MOE = (
+    "--model.name qwen3 --model.flavor debugmodel_moe --parallelism.expert_parallel_degree 2"
+)
 UNAVAILABLE = [
     ("--model.converters quantize.linear.mx", "model.converters"),
     ("--model.converters quantize.linear.float8,quantize.grouped_mm.float8", "model.converters"),
@@ -110,6 +112,12 @@ WARNINGS = [
      "parallelism.fsdp_reshard_after_forward", "weights are not sharded"),
     ("--training.steps 1000 --optimizer.early_step_in_backward --training.max_norm 1.0", "training.max_norm",
      "before the gradient norm is known"),
+    ("--training.steps 1000 --checkpoint.enable --ema.enable --ema.no_warmup", "ema.decay",
+     "keeps 90% of the first weights in the average after training.steps = 1000"),
+    ("--training.steps 1000 --ema.enable --ema.decay 0.99", "ema.enable", "neither saved nor validated"),
+    ("--training.steps 1000 --checkpoint.enable --ema.enable --ema.validation", "ema.validation",
+     "it needs validation.enable = true"),
+    ("--training.steps 1000 --ema.decay 0.99", "ema.decay", "it needs ema.enable = true"),
     ("--training.steps 1000 --lr_scheduler.decay_ratio 0.0001", "lr_scheduler.decay_ratio", "does not decay"),
     ("--training.steps 1000 --compile.enable --compile.components=", "compile.enable", "compile.components is empty"),
     ("--training.steps 1000 --profiling.enable_profiling --profiling.profile_freq 1001", "profiling.profile_freq",

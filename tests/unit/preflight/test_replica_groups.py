@@ -36,6 +36,8 @@ REFUSED = {
     "groups-replicate": ("--parallelism.data_parallel_replicate_degree 2", 2),
     "groups-experts": (MOE, 2),
     "groups-early-step": ("--optimizer.early_step_in_backward", 2),
+    "groups-average": (
+        "--checkpoint.enable --ema.enable --fault_tolerance.semi_sync_method local_sgd", 2),
     "groups-offload": ("--training.enable_cpu_offload", 2),
     "groups-stream": ("--training.dataset c4", 2),
     "groups-ramp": ("--training.global_batch_size 64 --training.batch_ramp 32,32,100", 2),
@@ -91,9 +93,7 @@ def test_groups_need_a_lighthouse_to_train(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_groups_need_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "torchft" else name
-    )
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchft" else name)
     (problem,) = check(GROUPS)
     assert problem.remedy == "pip install 'torchtitan_like[ft]'"
 
