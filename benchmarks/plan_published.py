@@ -131,7 +131,7 @@ def settings_of(row: Row, shape: Shape, *, is_whole: bool = False) -> list[str]:
             "context_parallel_degree": row["cp"],
             "pipeline_parallel_degree": str(pp if is_whole else min(pp, 2)),
         },
-        "loss": {"chunk_mib": "32" if "8 chunks" in row["loss"] else "0"},
+        "loss": {"chunk_mib": "501" if "8 chunks" in row["loss"] else "0"},
         "activation_checkpoint": _words(ACTIVATION_CHECKPOINTS[row["ac"]]),
         "metrics": {"enable_tensorboard": "false"},
         "checkpoint": {"enable": "false"},
@@ -299,7 +299,7 @@ FITS = {
 KNOWN = (
     "titan202412-8B-128-eager",
     "titan202412-8B-128-compile-fp8",
-    "titan202412-70B-256-tp8-tp",
+    "asyncTP-70B-256-tensorwise-0",
     "titan202412-405B-512-1F1B",
     "titan202412-405B-512-cp1-32k",
     "titan-405B-128-bf16-0-2024-10",
