@@ -43,6 +43,7 @@ from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
+from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings
 from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
     from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
     from torchtitan_like.config.sections_training import (
+        EMA,
         Data,
         Loss,
         LRScheduler,
@@ -291,6 +293,11 @@ def build_optimizer(
     if FLOAT8 in sections.converters:
         after_update = after_optimizer_step(parts, sections.float8)
     return OptimizerParts(optimizer, schedule, after_update)
+
+
+def build_ema(section: EMA, optimizer: Optimizer) -> AveragedWeights | None:
+    """Build the average of the optimizer's parameters; None if it is disabled."""
+    return AveragedWeights(optimizer.named, section) if section.enable else None
 
 
 def build_balancer(

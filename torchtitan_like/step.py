@@ -20,6 +20,7 @@ from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed, Tokens
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.optim.balancing import ExpertBalancer
+from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import sum_by_source
 
 
@@ -46,6 +47,7 @@ class StepRunner:
     """The parts of a rank that a step uses, and the order in which it uses them.
 
     gate: decides from the gradient norm whether to skip the update; see `UpdateGate.gate`.
+    ema: the average of the weights; None without one.
     balancer: None for a dense model.
     num_sources: of the data whose losses are wanted separately; 0: none.
     on_micro_batch: is called with the number of each micro-batch before its forward.
@@ -56,6 +58,7 @@ class StepRunner:
     seed: int
     model: Built
     optimization: OptimizerParts
+    ema: AveragedWeights | None
     balancer: ExpertBalancer | None
     gradient_sync: GradientSync
     feed: Feed
@@ -94,6 +97,8 @@ class StepRunner:
         skip = self.gate(grad_norm)
         self.order_updates()
         optimizer.step(skip=skip)
+        if self.ema is not None:
+            self.ema.update(skip)
         if self.balancer is not None:
             self.balancer.update(skip, is_logged=is_logged)
         if self.optimization.after_update is not None:

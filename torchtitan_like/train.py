@@ -13,7 +13,8 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -38,6 +39,7 @@ from torchtitan_like.build import (
     batch_geometry,
     build_balancer,
     build_data,
+    build_ema,
     build_metrics,
     build_model,
     build_optimizer,
@@ -46,6 +48,7 @@ from torchtitan_like.build import (
     longest_sequence,
     model_sections,
 )
+from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
@@ -68,7 +71,7 @@ from torchtitan_like.data.batches.batch import (
 )
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch
 from torchtitan_like.distributed.activation_offload import ActivationOffload
-from torchtitan_like.distributed.data_parallel import GradientSync
+from torchtitan_like.distributed.data_parallel import GradientSync, free_gathered
 from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.quorum import SharedState
@@ -93,6 +96,7 @@ from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
+from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.gated import local as local_shard
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
@@ -118,7 +122,7 @@ from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.util.units import GIB
-from torchtitan_like.validation import ValidationInterrupted, losses_of_datasets
+from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 
 
 @dataclass
@@ -263,6 +267,9 @@ class Trainer:
             logger.info(line)
         self.schedule = optimization.schedule
         self.after_update = optimization.after_update
+        self.ema = build_ema(config.ema, self.optimizer)
+        if self.ema is not None:
+            logger.info(self.ema.describe())
         self.balancer = build_balancer(self.parts, world, config.parallelism)
         layers = [] if self.balancer is None else self.balancer.layers
         self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
@@ -306,8 +313,9 @@ class Trainer:
 
         # Load. A start that fails leaves the checkpoint folder unchanged.
         self.states: dict[str, Stateful] = self._states()
+        loaded: list[str] = []
         if self.start.kind != "scratch":
-            checkpointer.load(starts, self.states, consider=self._fall_back)
+            loaded = checkpointer.load(starts, self.states, consider=self._fall_back)
             self.garbage.collect("GC collection after checkpoint loading")
         if is_new:
             self._log_initial_weights()
@@ -323,6 +331,9 @@ class Trainer:
             self.after_update()
         if self.semi_sync is not None and self.start.kind != "resume":
             self.semi_sync.reset()
+        if self.ema is not None and EMA_KEY not in loaded:
+            self.ema.start()
+            logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
         checkpointer.claim(self.start, partial(self._published, self.start.step))
@@ -335,6 +346,7 @@ class Trainer:
             self.seed,
             model,
             optimization,
+            self.ema,
             self.balancer,
             self.gradient_sync,
             self.feed,
@@ -418,6 +430,8 @@ class Trainer:
             "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
         }
+        if self.ema is not None:
+            states[EMA_KEY] = self.ema
         if self.semi_sync is not None:
             states["fault_tolerance"] = self.semi_sync
         return states
@@ -442,7 +456,7 @@ class Trainer:
     def _identity(self) -> list[object]:
         """Return the settings that all replica groups must share."""
         sections = self.config.model_dump(
-            include={"optimizer", "lr_scheduler", "loss", "fault_tolerance"}
+            include={"optimizer", "ema", "lr_scheduler", "loss", "fault_tolerance"}
         )
         del sections["fault_tolerance"]["replica_id"]
         training = self.config.training
@@ -534,9 +548,10 @@ class Trainer:
         return UpdateGate(self.config.resilience, device, self.progress, state)
 
     def _replicated(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights, and the state that balances experts, by name."""
+        """Return the weights, their averages, and the state that balances experts, by name."""
+        averages = {} if self.ema is None else self.ema.named_averages()
         state = {} if self.balancer is None else self.balancer.named_state()
-        return [*self.optimizer.named, *state.items()]
+        return [*self.optimizer.named, *averages.items(), *state.items()]
 
     def _optimizer_state(self) -> Stateful:
         if self.balancer is None:
@@ -815,22 +830,45 @@ class Trainer:
         self.position.move("validate", step)
         with self.metrics.throughput.pause():
             self.parts.eval()
-            losses = losses_of_datasets(
-                self.validation_sets,
-                self.parts[0] if self.pipeline is None else self.pipeline.evaluate,
-                self.feed,
-                self.bytes_of_token,
-                self.world.gather_losses,
-                self._exchange_requests,
-            )
             try:
-                for name, loss in losses:
+                for name, loss in self._validation_losses():
                     self.metrics.validation(step, *loss, name)
+                if self.ema is not None and self.config.ema.validation:
+                    with self._averaged_weights(self.ema):
+                        for name, loss in self._validation_losses():
+                            self.metrics.validation(step, *loss, f"{name}.ema" if name else "ema")
             except ValidationInterrupted:
                 logger.warning(
                     f"Interrupted the validation after step {step}, because the run stops"
                 )
             self.parts.train()
+
+    def _validation_losses(self) -> Iterable[tuple[str, DatasetLoss]]:
+        return losses_of_datasets(
+            self.validation_sets,
+            self.parts[0] if self.pipeline is None else self.pipeline.evaluate,
+            self.feed,
+            self.bytes_of_token,
+            self.world.gather_losses,
+            self._exchange_requests,
+        )
+
+    @contextmanager
+    def _averaged_weights(self, ema: AveragedWeights) -> Iterator[None]:
+        """Give the model the averaged weights, and then its own back."""
+
+        def refresh() -> None:
+            free_gathered(self.parts)
+            if self.after_update is not None:
+                self.after_update()
+
+        self.checkpointer.order_updates()
+        try:
+            with ema.applied():
+                refresh()
+                yield
+        finally:
+            refresh()
 
     def save(self, saves: Sequence[Save]) -> None:
         """Save a checkpoint of the current step. Its metrics are on disk before it is published.
@@ -858,6 +896,9 @@ class Trainer:
                 "numbers": self.update_gate.state_dict(),
                 **asdict(self.progress),
             }
+            if self.ema is not None:
+                section = self.config.ema
+                summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
             if self.upcycled_from is not None:
                 summary["upcycled_from"] = self.upcycled_from
             if extensions := used_extensions(self.config):

@@ -46,6 +46,7 @@ class Trace:
     num_valid_tokens: list[int] = field(default_factory=list)
     gradients: list[dict[str, np.ndarray]] = field(default_factory=list)
     parameters: dict[str, np.ndarray] = field(default_factory=dict)
+    averages: dict[str, np.ndarray] = field(default_factory=dict)
     validation: list[float] = field(default_factory=list)
     loads: list[ExpertLoads] = field(default_factory=list)
     choices: list[np.ndarray] = field(default_factory=list)
@@ -202,6 +203,9 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     trace.parameters = of_all_stages(
         trainer, {name: full(p) for name, p in trainer.optimizer.named}
     )
+    if trainer.ema is not None:
+        averages = {name: full(a) for name, a in trainer.ema.named_averages().items()}
+        trace.averages = of_all_stages(trainer, averages)
     release(trainer)
     return trace if trainer.is_leader else None
 
@@ -465,8 +469,9 @@ def compare(reference: Trace, cell: Trace, dtype: str) -> None:
                 f"gradient of {name} at step {step}: relative error {error:.2e} > {limit}"
             )
     compare_experts(reference, cell, scalar)
-    for name, value in reference.parameters.items():
-        difference = np.abs(cell.parameters[name] - value)
+    assert cell.averages.keys() == reference.averages.keys()
+    for name, value in (reference.parameters | reference.averages).items():
+        difference = np.abs((cell.parameters | cell.averages)[name] - value)
         if is_float64:
             error = np.linalg.norm(difference) / np.linalg.norm(value)
             assert error <= 1e-10, f"{name}: relative error {error:.2e}"

@@ -89,7 +89,7 @@ def record_trainer(argv: list[str]) -> Measured:
         if mark:
             recorder.recording.mark(mark)
 
-    names = ("build_model", "build_optimizer", "build_balancer", "UpdateGate")
+    names = ("build_model", "build_optimizer", "build_ema", "build_balancer", "UpdateGate")
     originals = {name: getattr(train, name) for name in names}
     marks = {"build_model": "model"}
     try:
@@ -151,6 +151,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "optimizer in backward": (2, {"optimizer.early_step_in_backward": True}),
     "simple_fsdp": (2, {"parallelism.data_parallel_impl": "simple_fsdp"}),
     "chunked loss": (1, {"loss.chunk_mib": 1}),
+    "averaged weights": (2, {"ema.enable": True}),
+    "averaged weights in bfloat16": (1, {"ema.enable": True, "training.dtype": "bfloat16"}),
 }
 EVERY_RUN = 2
 

@@ -9,11 +9,13 @@ import torch.distributed as dist
 
 from tests.distributed import test_matrix as dense
 from tests.distributed import test_moe as experts
-from tests.distributed.parity import LR, compare, options, run_cell
+from tests.distributed.parity import LR, build, compare, options, run_cell
 from tests.distributed.test_saving import metric_rows
 from tests.distributed.test_saving import run as save
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.config import ConfigError
 from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.optim import eight_bit
 
 # Name of a cell's optimizer -> settings that one rank has too.
 OPTIMIZERS = {
@@ -24,6 +26,7 @@ OPTIMIZERS = {
     },
     "lion": {"optimizer.name": "Lion", "optimizer.lr": LR / 8},
     "adamw": {},
+    "adamw8bit": {"optimizer.name": "AdamW8bit", "optimizer.adamw8bit_block_size": 4},
 }
 # Optimizer -> settings by dtype. Parity needs a computation in the dtype of the weights. With
 # `state_dtype`, AdamW is this package's own.
@@ -31,6 +34,7 @@ OF_DTYPE = {
     "muon": lambda dtype: {"optimizer.muon_dtype": dtype},
     "lion": lambda dtype: {},
     "adamw": lambda dtype: {"optimizer.state_dtype": dtype},
+    "adamw8bit": lambda dtype: {},
 }
 LAYOUTS = {name: (dense, *row) for name, row in dense.LAYOUTS.items()} | {
     f"moe-{name}": (experts, *row) for name, row in experts.LAYOUTS.items()
@@ -40,7 +44,10 @@ EVERY_RUN = {
              "moe-fsdp", "moe-ep-fsdp", "moe-ep-one-expert", "moe-ep-etp"],
     "lion": ["fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
     "adamw": ["hsdp"],
+    "adamw8bit": ["fsdp-tp"],
 }  # fmt: skip
+# Every layout of Muon that is not in every run is in nightly runs, and these ones.
+NIGHTLY = {"lion": [], "adamw": [], "adamw8bit": ["hsdp", "pp-fsdp", "moe-ep-fsdp"]}
 CELLS = [
     pytest.param(
         optimizer,
@@ -52,7 +59,7 @@ CELLS = [
     for layout, (_, num_ranks, _) in LAYOUTS.items()
     for dtype in ("float64", "float32")
     if num_ranks <= 4
-    and (optimizer == "muon" or layout in EVERY_RUN[optimizer])
+    and (optimizer == "muon" or layout in EVERY_RUN[optimizer] + NIGHTLY[optimizer])
     and not (dtype == "float32" and layout.startswith("moe"))
 ]
 
@@ -64,10 +71,16 @@ def arguments(folder, layout, optimizer, dtype, **overrides):
     return experts.settings(folder, changes.pop(dense.LAYERS, 2), **changes)
 
 
+def run_coded_cell(argv):
+    """Run a cell in which AdamW8bit has 8-bit states for the small matrices of the model too."""
+    with patch.object(eight_bit, "MIN_ELEMENTS", 1):
+        return run_cell(argv)
+
+
 @functools.cache
 def reference(folder, layout, optimizer, dtype, sizes):
     """Return the trace of one rank with the model of `layout`."""
-    return run_ranks(run_cell, 1, arguments(folder, layout, optimizer, dtype, **dict(sizes)))[0]
+    return run_ranks(run_coded_cell, 1, arguments(folder, layout, optimizer, dtype, **dict(sizes)))[0]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +101,7 @@ def run_faulty_cell(argv):
         return run_cell(argv)
 
 
-def run(folder, layout, optimizer, dtype, run_cell=run_cell):
+def run(folder, layout, optimizer, dtype, run_cell=run_coded_cell):
     kind, num_ranks, overrides = LAYOUTS[layout]
     sizes = tuple((key, value) for key, value in overrides.items() if key.startswith("model."))
     model = next(name for name, row in LAYOUTS.items() if row[0] is kind)  # one reference for all
@@ -105,6 +118,8 @@ def run(folder, layout, optimizer, dtype, run_cell=run_cell):
 
 @pytest.mark.parametrize(("optimizer", "layout", "dtype"), CELLS)
 def test_equals_one_rank(folder, optimizer, layout, dtype):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao")
     expected, cell = run(folder, layout, optimizer, dtype)
     compare(expected, cell, dtype)
 
@@ -115,9 +130,27 @@ def test_a_fault_turns_a_cell_red(folder):
         compare(expected, cell, "float64")
 
 
+def build_error(argv):
+    """Return the error of building a trainer."""
+    with pytest.raises(ConfigError) as caught:
+        build(argv)
+    return str(caught.value)
+
+
+def test_a_shard_with_a_part_of_a_block_is_refused(tmp_path):
+    """`wo` has rows of 64 elements; tensor parallelism gives each rank 32 of them."""
+    pytest.importorskip("torchao")
+    changes = {"optimizer.name": "AdamW8bit", "optimizer.adamw8bit_block_size": 64, dense.TP: 2}
+    argv = options(str(tmp_path), "float32", **changes, **{"model.args.dim": 64})
+    for error in run_ranks(build_error, 2, argv):
+        assert "optimizer.adamw8bit_block_size" in error
+        assert "wo.weight has rows of 64 elements in 2 parts of 32" in error
+
+
 RESUMED = {
     "muon": {"optimizer.name": "Muon"},
     "lion": {"optimizer.name": "Lion"},
+    "adamw8bit": OPTIMIZERS["adamw8bit"],
     "stochastic": {"training.dtype": "bfloat16", "optimizer.bf16_rounding": "stochastic",
                    "optimizer.state_dtype": "bfloat16"},
 }  # fmt: skip
@@ -125,6 +158,8 @@ RESUMED = {
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
+    if name == "adamw8bit":
+        pytest.importorskip("torchao")
     changes = {**RESUMED[name], "lr_scheduler.total_steps": 4}
     save(tmp_path / "straight", **changes, **{"training.steps": 4})
     for steps in (2, 4):
@@ -135,11 +170,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
 MOVES = [(2, {}), (2, {dense.TP: 2}), (4, {dense.REPLICATE: 2}), (1, {})]
 
 
-def test_a_run_with_muon_moves_between_layouts(tmp_path):
+@pytest.mark.parametrize(
+    "optimizer", ["muon", pytest.param("adamw8bit", marks=pytest.mark.nightly)]
+)
+def test_a_run_moves_between_layouts(tmp_path, optimizer):
+    if optimizer == "adamw8bit":
+        pytest.importorskip("torchao")
     total = len(MOVES)
     changes = {
-        **OPTIMIZERS["muon"],
-        "optimizer.muon_dtype": "float32",
+        **OPTIMIZERS[optimizer],
+        **OF_DTYPE[optimizer]("float32"),
         "lr_scheduler.total_steps": total,
         "training.local_batch_size": 2,
     }

@@ -206,7 +206,7 @@ def check_positions(checkpoint: Path, folder: Path) -> list[int]:
 
 def assert_equal_tensors(one: Path, other: Path) -> None:
     lines, summary = compare_checkpoints(one, other, lambda *_: None)
-    tensors = [line for line in lines if line.startswith(("model.", "optimizer."))]
+    tensors = [line for line in lines if line.startswith(("model.", "optimizer.", "ema."))]
     number, _, total = summary.partition(" of ")
     assert not tensors and number == total.split()[0], (tensors, summary)
 
@@ -215,7 +215,8 @@ def assert_equal_tensors(one: Path, other: Path) -> None:
 def test_a_killed_group_returns_and_the_other_one_never_stops(
     ngpu: int, lighthouse: str, tmp_path: Path
 ) -> None:
-    with job(tmp_path / "job", lighthouse, ngpu, {**SMALL, **ENDLESS}) as groups:
+    averaged = {"ema.enable": "true"}  # the group that returns receives the average too
+    with job(tmp_path / "job", lighthouse, ngpu, {**SMALL, **ENDLESS, **averaged}) as groups:
         for group in (0, 1):
             groups.start(group)
         groups.wait_for(lambda: min(groups.step(0), groups.step(1)) > 2 * INTERVAL)

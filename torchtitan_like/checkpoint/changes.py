@@ -86,6 +86,9 @@ def diff_settings(
     excluded = set(section.get("exclude_from_loading", ()))
     if "train_state" in excluded:  # the run starts at step 0, and so does the data
         excluded.add("dataloader")
+    before, now = _complete(stored), _complete(current)
+    if not (before["ema.enable"] and now["ema.enable"]):  # no average continues
+        excluded.add("ema")
     is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
 
     def is_free(key: str) -> bool:
@@ -94,8 +97,6 @@ def diff_settings(
         is_untrained = is_seed and state != "model"
         return state in ("nothing", "future_samples", *excluded) or is_untrained or is_allowed
 
-    before = _complete(stored)
-    now = _complete(current)
     changes = Changes([], [])
     for key in dict.fromkeys((*before, *now)):
         if key == "job.config_file":  # never stored

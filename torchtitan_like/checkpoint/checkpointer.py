@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
@@ -54,6 +55,7 @@ warnings.filterwarnings(
     "ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning
 )
 
+WEIGHTS = ("model", EMA_KEY)  # the states in a step that holds only the weights
 GRACE_SECONDS = 60.0  # for a pending checkpoint after a crash, which other ranks may still finish
 
 
@@ -174,11 +176,12 @@ class Checkpointer:
         states: Mapping[str, Stateful],
         *,
         consider: Callable[[Start], None],
-    ) -> None:
+    ) -> list[str]:
         """Load the first undamaged checkpoint of `starts` into `states`, in place.
 
-        Calls `consider` before each start except the first. On every rank, raises DamagedError if
-        all are damaged, and CheckpointError if one does not fit this run.
+        Calls `consider` before each start except the first. Returns the keys of the states that were
+        loaded. On every rank, raises DamagedError if all are damaged, and CheckpointError if one
+        does not fit this run.
         """
         section = self.section
         load = partial(
@@ -197,10 +200,10 @@ class Checkpointer:
                         partial(self._votes.run_on_leader, start.with_manifest)
                     )
                     consider(start)
-                self._thread.run(partial(load, start))
+                loaded = self._thread.run(partial(load, start))
                 if start.manifest is not None:
                     start.manifest.pop("files", None)  # large, and no longer needed
-                return
+                return loaded
             except DamagedError as damage:
                 logger.error(f"Skipping step-{start.step}, which is damaged: {damage}")
                 last_error = damage
@@ -369,7 +372,7 @@ class Checkpointer:
         self.wait()
         start_time = time.monotonic()
         is_full = any(save.kind == "full" for save in saves)
-        saved_states = states if is_full else {"model": states["model"]}
+        saved_states = states if is_full else {k: states[k] for k in WEIGHTS if k in states}
         tensors = {
             f"{key}.{name}": v
             for key, state in saved_states.items()
@@ -400,7 +403,8 @@ class Checkpointer:
         """Write and publish a staged step. Runs on the checkpoint thread."""
         self._staging.wait()
         if save.kind != "full":
-            tensors = {name: value for name, value in tensors.items() if name.startswith("model.")}
+            keys = WEIGHTS if save.kind == "weights" else ("model",)
+            tensors = {k: value for k, value in tensors.items() if k.split(".")[0] in keys}
         return self._writer.commit(save, step, tensors, **rest)
 
     def pin_before(self, step: int) -> Callable[[], None]:

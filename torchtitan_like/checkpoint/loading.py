@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtitan_like.checkpoint.averages import EMA_KEY, average_entries
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
@@ -36,17 +37,27 @@ def load_states(
     exclude: Collection[str] = (),
     verify: str = "read",
     quantized: bool = False,
-) -> None:
+) -> list[str]:
     """Load the checkpoint of `start` into `states`, in place. All ranks must call it together.
 
-    A warm start loads only the weights, from any format. A resume loads all keys except `exclude`.
-    It also excludes the dataloader's keys of a TorchTitan checkpoint. An upcycling start leaves
-    tensors unchanged that the dense model does not have.
+    A warm start loads only the weights, from any format. A resume loads all keys except `exclude`,
+    averaged weights that the checkpoint lacks, and the dataloader of a TorchTitan checkpoint. An
+    upcycling start leaves tensors unchanged that the dense model does not have.
+    Returns the keys of the states that were loaded.
     Raises DamagedError if the checkpoint's bytes have changed, or another CheckpointError. An error
     of one rank is raised on every rank.
     """
     start_time = time.monotonic()
-    keys = ["model"] if start.kind == "warm" else [key for key in states if key not in exclude]
+    has_average = EMA_KEY in (start.manifest or {})
+    missing = () if has_average else (EMA_KEY,)
+    keys = [key for key in states if key not in (*exclude, *missing)]
+    if start.kind == "warm":
+        keys = ["model"]
+    elif has_average and EMA_KEY not in states:
+        logger.warning(
+            f"Ignored the averaged weights in {start.path}, because ema.enable = false. Checkpoints "
+            "of this run will not have them"
+        )
     if start.format == "step":
         _load_step(start, {key: states[key] for key in keys}, votes, identity, verify)
     elif start.kind == "resume":
@@ -59,6 +70,7 @@ def load_states(
     not_loaded = sorted(set(states) - set(keys))
     note = f" (not loaded: {', '.join(not_loaded)})" if not_loaded else ""
     logger.info(f"Loaded {start.path} in {time.monotonic() - start_time:.2f} seconds{note}")
+    return keys
 
 
 def _load_step(
@@ -114,28 +126,35 @@ def _read_entries(
     dicts = {key: state.state_dict() for key, state in states.items()}
     flat = {f"{key}.{name}": value for key, names in dicts.items() for name, value in names.items()}
     stored: dict[str, Any] = {}
+    entries: dict[str, str] = {}  # of averaged weights, by the names of the weights
     targets: dict[str, Any] = {}
 
     def read_metadata() -> None:
         # Rank 0 sees all files, so a missing file on another node is a mount error, not damage.
         wait_until_visible(path / METADATA)
         stored.update(reader.read_metadata().state_dict_metadata)
+        if start.averaged:
+            entries.update(average_entries(stored))
 
     def load() -> None:
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader, CheckedPlanner(path))
 
     votes.run_on_all(read_metadata)
+    flat = {entries.get(name, name): value for name, value in flat.items()}
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
     counts = votes.group.sum_async([name in flat for name in stored]).wait()
     surplus = [
         name
         for name, count in zip(stored, counts, strict=True)
-        if not count and name.split(".")[0] in states
+        if not count and name.split(".")[0] in states and name not in entries
     ]
     votes.run_on_all(load)
-    return {key: {name: targets[f"{key}.{name}"] for name in names} for key, names in dicts.items()}
+    return {
+        key: {name: targets[entries.get(f"{key}.{name}", f"{key}.{name}")] for name in names}
+        for key, names in dicts.items()
+    }
 
 
 def _load_weights(

@@ -50,6 +50,7 @@ class Start:
     seed: int | None = None  # of the run that is resumed
     format: Format = "step"
     manifest: Manifest | None = None
+    averaged: bool = False  # warm: the weights are the averaged ones of a native step
     upcycles: bool = False  # warm: the weights are of a dense model, the run's model has experts
 
     def with_manifest(self) -> Start:

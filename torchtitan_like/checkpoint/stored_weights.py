@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_like.checkpoint.averages import average_entries
+
 PREFIX = "model."
 
 
@@ -35,10 +37,13 @@ class StoredWeights(HostTensors):
     first, each to the rank with the fewest bytes so far.
     """
 
-    def __init__(self, stored: Mapping[str, Any], rank: int, world_size: int) -> None:
-        """`stored`: the entries of DCP's metadata, by name."""
+    def __init__(
+        self, stored: Mapping[str, Any], rank: int, world_size: int, *, averaged: bool = False
+    ) -> None:
+        """`stored`: the entries of DCP's metadata, by name. averaged: see `Start`."""
+        entries = average_entries(stored) if averaged else {}
         weights = {
-            name: entry
+            name: stored[entries.get(name, name)]
             for name, entry in stored.items()
             if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
         }

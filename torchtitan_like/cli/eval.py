@@ -85,12 +85,14 @@ def _evaluate(arguments: argparse.Namespace) -> int:
                 assets=arguments.assets,
                 custom_import=arguments.custom_import,
                 dtype=arguments.dtype,
+                averaged=arguments.ema,
             )
             scorer = Scorer(loaded, arguments.batch_size, arguments.context)
             results = tasks.evaluate(
                 scorer, limit=arguments.limit, num_fewshot=arguments.num_fewshot
             )
-            rows = [{"step": loaded.step, **row} for row in results]
+            of_step = {"step": loaded.step, **({"weights": "ema"} if arguments.ema else {})}
+            rows = [{**of_step, **row} for row in results]
             world.step_group.run_on_leader(lambda: evaluation.append_rows(output, rows))
             if world.rank == 0:
                 if arguments.json:

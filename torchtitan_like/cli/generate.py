@@ -93,11 +93,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--assets` and `--dtype`, which `inference.loading` uses."""
+    """Add `--assets`, `--dtype` and `--ema`, which `inference.loading` uses."""
     parser.add_argument(
         "--assets", metavar="PATH", help="the tokenizer's folder (default: as in the run's config)"
     )
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as stored)")
+    parser.add_argument(
+        "--ema", action="store_true", help="use the averaged weights of [ema] in a step-N"
+    )
 
 
 def add_batch_size_flag(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +152,7 @@ def _generate(arguments: argparse.Namespace) -> int:
                 assets=arguments.assets,
                 custom_import=arguments.custom_import,
                 dtype=arguments.dtype,
+                averaged=arguments.ema,
             )
             completions = complete(
                 loaded,

@@ -33,6 +33,7 @@ Affected = Literal[
     "future_samples",
     "model",
     "optimizer",
+    "ema",
     "lr_scheduler",
     "dataloader",
     "train_state",

@@ -23,6 +23,7 @@ class JobConfig(Section):
     metrics: sections_run.Metrics = sections_run.Metrics()
     model: sections_training.Model = sections_training.Model()
     optimizer: sections_training.Optimizer = sections_training.Optimizer()
+    ema: sections_training.EMA = sections_training.EMA()
     lr_scheduler: sections_training.LRScheduler = sections_training.LRScheduler()
     training: sections_training.Training = sections_training.Training()
     data: sections_training.Data = sections_training.Data()

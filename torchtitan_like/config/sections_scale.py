@@ -326,7 +326,7 @@ class Checkpoint(Section):
     )
     load_step: int = field(-1, "Step to resume from. -1: the newest.", ge=-1)
     exclude_from_loading: list[
-        Literal["model", "optimizer", "lr_scheduler", "dataloader", "train_state"]
+        Literal["model", "optimizer", "ema", "lr_scheduler", "dataloader", "train_state"]
     ] = field([], "States of a checkpoint that are not loaded.", needs=LOADING)
     verify: Literal["read", "full"] = field(
         "read",

@@ -91,7 +91,7 @@ class Model(Section):
         return self.tokenizer_path or self.assets_folder
 
 
-OptimizerName = Annotated[str, NameOf("optimizer", ("Adam", "AdamW", "Lion", "Muon"))]
+OptimizerName = Annotated[str, NameOf("optimizer", ("Adam", "AdamW", "AdamW8bit", "Lion", "Muon"))]
 
 
 def _in_use(*names: str) -> Need:
@@ -103,7 +103,7 @@ def _in_use(*names: str) -> Need:
     )
 
 
-_ADAM_IN_USE = _in_use("Adam", "AdamW")
+_ADAM_IN_USE = _in_use("Adam", "AdamW", "AdamW8bit")
 _HAS_BFLOAT16 = Need(
     "training.dtype",
     '{key} or optimizer.state_dtype = "bfloat16"',
@@ -135,8 +135,9 @@ class Optimizer(Section):
 
     name: OptimizerName = field(
         "AdamW",
-        "Optimizer: Adam; AdamW (decoupled weight decay); Lion; Muon for the matrices of hidden layers, "
-        "with AdamW for all other parameters.",
+        "Optimizer: Adam; AdamW (decoupled weight decay); AdamW8bit, whose running means of matrices "
+        "have 8 bits (torchao); Lion; Muon for the matrices of hidden layers, with AdamW for all "
+        "other parameters.",
     )
     lr: float = field(8e-4, "Peak learning rate. The schedule multiplies it.", gt=0)
     beta1: float = field(
@@ -182,6 +183,13 @@ class Optimizer(Section):
         "that the expectation is exact. kahan: keep the rounding error of the weights in a further "
         "bfloat16 state.",
         needs=_HAS_BFLOAT16,
+    )
+    adamw8bit_block_size: int = field(
+        256,
+        "Elements of a row with a common scale in the states of AdamW8bit. Weights whose rows it does "
+        "not divide, and weights of one dimension, have the states of AdamW.",
+        gt=0,
+        needs=_in_use("AdamW8bit"),
     )
     lion_beta1: float = field(
         0.9, "Weight of Lion's running mean in the update.", ge=0, lt=1, needs=_in_use("Lion")
@@ -244,6 +252,35 @@ class Optimizer(Section):
             for name, group in self.groups.items()
             if any(fnmatchcase(parameter, pattern) for pattern in group.parameters)
         ]
+
+
+class EMA(Section):
+    """Exponential moving average (EMA) of the weights, for validation and export."""
+
+    facts: ClassVar[Facts] = Facts(affects="ema", needs=(enabled(),))
+
+    enable: bool = field(
+        False,
+        "Average the weights over the updates, in float32, and save the average in checkpoints.",
+        affects="nothing",
+    )
+    decay: float = field(
+        0.9999,
+        "Part of the average that an update keeps; 1 - decay is the part of the new weights.",
+        gt=0,
+        lt=1,
+    )
+    warmup: bool = field(
+        True,
+        "Lower the decay of early updates: after the n-th update to at most (1 + n) / (10 + n).",
+    )
+    validation: bool = field(
+        False,
+        "Validate with the averaged weights too. They then replace the weights, a copy of which "
+        "takes memory meanwhile.",
+        affects="nothing",
+        needs=enabled("validation.enable"),
+    )
 
 
 class LRScheduler(Section):

@@ -178,6 +178,19 @@ def _share_parameters(some: list[nn.Module], others: list[nn.Module]) -> bool:
     return any(id(p) in seen for module in some for p in module.parameters())
 
 
+def free_gathered(parts: Iterable[nn.Module]) -> None:
+    """Free the gathered weights that FSDP2 keeps after a forward.
+
+    Call it after a change of the weights between two forwards without a backward: the second one
+    would use the gathered weights of the first one.
+    """
+    module: Any
+    for part in parts:
+        for module in part.modules():
+            if hasattr(module, "reshard"):
+                module.reshard()
+
+
 class GradientSync:
     """Selects the gradient collectives of each micro-batch's backward.
 

@@ -12,12 +12,12 @@ changes the numbers, by less than the rounding to 8 bits does.
 
 from __future__ import annotations
 
-import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from torchtitan_like.util.torchao_import import fewer_warnings
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ def convert_to_float8(
 
 
 def _convert(model: nn.Module, fqns: Collection[str], section: Float8Linear, gathers: bool) -> None:
-    with _fewer_warnings():
+    with fewer_warnings():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(section.recipe_name or "tensorwise")
@@ -134,15 +134,3 @@ def after_optimizer_step(
             precompute_float8_dynamic_scale_for_fsdp(model)
 
     return precompute
-
-
-@contextmanager
-def _fewer_warnings() -> Iterator[None]:
-    """Silence torchao's warnings about its libraries for other hardware."""
-    logger = logging.getLogger("torchao")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchtitan_like.build import identify
+from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
@@ -77,11 +78,13 @@ def load_checkpoint(
     assets: str | None = None,
     custom_import: str = "",
     dtype: str | None = None,
+    averaged: bool = False,
 ) -> LoadedModel:
     """Load the model and the tokenizer of a published step, or of an export. A collective.
 
     assets: the tokenizer's folder; None: the folder of an export, or the one in a step's config.
     custom_import: see `stored_config.load_trusted`. dtype: of the weights; None: as stored.
+    averaged: load the averaged weights of a step (`[ema]`).
     Raises CheckpointError, ConfigError, TokenizerError.
     """
     manifest = read_manifest(checkpoint)
@@ -90,6 +93,8 @@ def load_checkpoint(
             f"{checkpoint} is not a checkpoint: it has no {MANIFEST}. Expected a published step-N "
             f"or an export: {suggest_step(checkpoint)}"
         )
+    if averaged:
+        check_average(checkpoint, manifest)
     config = load_trusted(checkpoint / CONFIG, custom_import)
     check_model_name(config, custom_import)
     is_export = manifest["kind"] == "hf"
@@ -105,7 +110,7 @@ def load_checkpoint(
     end_ids = _end_ids(folder, tokenizer)
     if dtype is None:
         dtype = _dtype_of_export(checkpoint) if is_export else config.training.dtype
-    model = load_model(checkpoint, config, world, dtype)
+    model = load_model(checkpoint, config, world, dtype, averaged=averaged)
     identity = identify(config.model)
     limits = identity.spec.constraints(identity.args)
     return LoadedModel(
@@ -120,11 +125,13 @@ def load_checkpoint(
     )
 
 
-def load_model(checkpoint: Path, config: JobConfig, world: World, dtype: str) -> nn.Module:
+def load_model(
+    checkpoint: Path, config: JobConfig, world: World, dtype: str, *, averaged: bool = False
+) -> nn.Module:
     """Build the config's model, sharded over the ranks, and load its weights. A collective.
 
-    dtype: of the weights. Raises CheckpointError, and ConfigError if the ranks do not divide the
-    model's heads.
+    dtype: of the weights. averaged: see `load_checkpoint`.
+    Raises CheckpointError, and ConfigError if the ranks do not divide the model's heads.
     """
     identity = identify(config.model)
     spec, args = identity.spec, with_reference_attention(identity.args)
@@ -139,7 +146,7 @@ def load_model(checkpoint: Path, config: JobConfig, world: World, dtype: str) ->
     stored_format = format_of(checkpoint) or "step"
     reason = "named on the command line"
     manifest = read_manifest(checkpoint)
-    start = Start("warm", 0, checkpoint, reason, None, stored_format, manifest)
+    start = Start("warm", 0, checkpoint, reason, None, stored_format, manifest, averaged)
     votes = Votes(world.checkpoint_group)
     load_states(start, {"model": ModelState([model])}, votes, identity)
     return model.eval()

@@ -51,13 +51,25 @@ class Elementwise(GatedOptimizer):
             self._indices = {
                 p: [positions.to(p.device) for positions in shard_indices(p)] for p in self._names
             }
-        dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
         for p in self._names:
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
-            for name in self.state_names:
-                self.state[p][name] = torch.zeros_like(p, dtype=dtype)
+            self.state[p] |= self.new_states(p)
             if section.bf16_rounding == "kahan" and p.dtype == torch.bfloat16:
                 self.state[p]["compensation"] = torch.zeros_like(p)
+
+    def new_states(self, p: Tensor) -> dict[str, Tensor]:
+        """Return the states of a parameter: zeros."""
+        section = self._section
+        dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
+        return {name: torch.zeros_like(p, dtype=dtype) for name in self.state_names}
+
+    def read_state(self, name: str, live: dict[str, Tensor]) -> Tensor:
+        """Return a state of this rank's shard of a parameter. live: all its stored tensors."""
+        return live[name]
+
+    def stored_state(self, name: str, value: Tensor, live: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors that store a state, by their names in `live`."""
+        return {name: value}
 
     @abstractmethod
     def update(
@@ -81,7 +93,7 @@ class Elementwise(GatedOptimizer):
         dtype = torch.promote_types(weight.dtype, torch.float32)
         live = {name: local(value) for name, value in self.state[p].items()}
         state = {"step": (live["step"] + 1).to(dtype)}
-        state |= {name: live[name].to(dtype) for name in self.state_names}
+        state |= {name: self.read_state(name, live).to(dtype) for name in self.state_names}
         old = weight.to(dtype)
         if "compensation" in live:
             old = old + live["compensation"]
@@ -89,7 +101,9 @@ class Elementwise(GatedOptimizer):
         if "compensation" in live:
             assign(live["compensation"], new - new.to(weight.dtype), skip)
         targets = {"weight": weight} | live
-        values = {"weight": new} | state
+        values = {"weight": new, "step": state["step"]}
+        for name in self.state_names:
+            values |= self.stored_state(name, state[name], live)
         if self._section.bf16_rounding == "stochastic":
             values = self._round(p, targets, values)
         for name, value in values.items():

@@ -19,6 +19,7 @@ from torchtitan_like.optim.clipping import (
     local_norms,
     sum_of_squares,
 )
+from torchtitan_like.optim.eight_bit import AdamW8bit
 from torchtitan_like.optim.elementwise import ShardIndices
 from torchtitan_like.optim.gated import GatedOptimizer, local
 from torchtitan_like.optim.groups import ParameterGroup, group_parameters
@@ -59,6 +60,9 @@ Builder = Callable[[list[ParameterGroup], "OptimizerSection", Surroundings], tor
 OPTIMIZERS: dict[str, Builder] = {
     "Adam": lambda *arguments: _build_adam(elementwise.Adam, *arguments),
     "AdamW": lambda *arguments: _build_adam(elementwise.AdamW, *arguments),
+    "AdamW8bit": lambda groups, section, surroundings: AdamW8bit(
+        groups, section, surroundings.shard_indices, surroundings.seed
+    ),
     "Lion": lambda groups, section, surroundings: elementwise.Lion(
         groups, section, surroundings.shard_indices, surroundings.seed
     ),

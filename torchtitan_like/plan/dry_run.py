@@ -16,6 +16,7 @@ from torchtitan_like.build import (
     BatchGeometry,
     batch_geometry,
     build_balancer,
+    build_ema,
     build_model,
     build_optimizer,
     longest_sequence,
@@ -30,6 +31,7 @@ from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import get_spec, has_experts, needs_positions, resolve_args
+from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer
 from torchtitan_like.plan.fake import DEVICE_TYPE, faking, join_fake_world, register_device
 from torchtitan_like.plan.record import Recorder, Recording
@@ -142,6 +144,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             seed=0,
             settings=config.extra_sections,
         )
+        ema = build_ema(config.ema, optimization.optimizer)
         balancer = build_balancer(model.parts, world, config.parallelism)
         if balancer is not None:
             choose_in_turn(model.parts)
@@ -153,6 +156,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         0,
         model,
         optimization,
+        ema,
         balancer,
         GradientSync(model.parts[0], world.dims),
         Feed(world, model.context),
@@ -163,6 +167,8 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         order_updates=lambda: None,
     )
     _record_gradients(optimization.optimizer, recorder)
+    if ema is not None:
+        _record_average(ema, recorder)
     with world.allocating(), recorder.following(model.parts, spec.last_modules[-1:]):
         for step in range(1, num_steps + 1):
             recorder.num_muted += 1  # the data loader's memory is the host's
@@ -193,6 +199,17 @@ def _record_gradients(optimizer: Optimizer, recorder: Recorder) -> None:
 
     optimizer.clip_gradients = clip_and_record  # type: ignore[method-assign]
     optimizer.step = update_and_record  # type: ignore[method-assign]
+
+
+def _record_average(ema: AveragedWeights, recorder: Recorder) -> None:
+    """Let the recorder know that the average is a part of the update."""
+    average = ema.update
+
+    def average_and_record(skip: torch.Tensor) -> None:
+        with recorder.updating():
+            average(skip)
+
+    ema.update = average_and_record  # type: ignore[method-assign]
 
 
 def _batch(config: JobConfig, geometry: BatchGeometry, *, with_positions: bool) -> Batch:

@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Record clipping and the optimizer's step."""
+        """Record clipping, the optimizer's step and the average of the weights."""
         self._is_update = True
         try:
             with self.allocating("optimizer"):

@@ -32,6 +32,7 @@ class States(NamedTuple):
 STATES = {
     "Adam": States(2, is_elementwise=True),
     "AdamW": States(2, is_elementwise=True),
+    "AdamW8bit": States(2, is_elementwise=True),
     "Lion": States(1, is_elementwise=True),
     "Muon": States(1, is_elementwise=False),
 }
@@ -44,21 +45,25 @@ class HostMemoryNeed(NamedTuple):
     parameters: int
     gradients: int
     optimizer_states: int
+    averages: int
 
     @property
     def of_node(self) -> int:
-        return self.ranks_of_node * (self.parameters + self.gradients + self.optimizer_states)
+        of_rank = self.parameters + self.gradients + self.optimizer_states + self.averages
+        return self.ranks_of_node * of_rank
 
     def __str__(self) -> str:
         sizes = (self.parameters, self.gradients, self.optimizer_states)
         parameters, gradients, states = (f"{num_bytes / GIB:.2f}" for num_bytes in sizes)
+        average = f" + averages {self.averages / GIB:.2f}" if self.averages else ""
         return (
             f"{self.of_node / GIB:.2f} GiB of host memory on each node: {self.ranks_of_node} ranks"
-            f" x (parameters {parameters} + gradients {gradients} + optimizer states {states} GiB)"
+            f" x (parameters {parameters} + gradients {gradients} + optimizer states {states}"
+            f"{average} GiB)"
         )
 
 
-def state_bytes(section: Optimizer, weight_dtype: str) -> int:
+def state_bytes(section: Optimizer, weight_dtype: str) -> float:
     """Return the bytes of optimizer states of a parameter.
 
     With several optimizers, this is the smallest number among them, so that no run is refused that
@@ -67,13 +72,16 @@ def state_bytes(section: Optimizer, weight_dtype: str) -> int:
     return min(_state_bytes(name, section, weight_dtype) for name in section.names)
 
 
-def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> int:
+def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> float:
     if name not in STATES:
         return 0  # of a registered optimizer, whose states are unknown
     states = STATES[name]
     if not states.is_elementwise:
         return states.num_tensors * BYTES[weight_dtype]
-    num_bytes = states.num_tensors * BYTES[section.state_dtype or weight_dtype]
+    size: float = BYTES[section.state_dtype or weight_dtype]
+    if name == "AdamW8bit":  # a code, and a part of a float32 scale
+        size = 1 + 4 / section.adamw8bit_block_size
+    num_bytes = states.num_tensors * size
     if section.bf16_rounding == "kahan" and weight_dtype == "bfloat16":
         num_bytes += BYTES["bfloat16"]
     return num_bytes
@@ -92,8 +100,9 @@ def host_memory_need(
         return None
     num_of_rank = -(-num_params // num_shards)
     weights = num_of_rank * BYTES[training.dtype]
-    states = num_of_rank * state_bytes(config.optimizer, training.dtype)
-    return HostMemoryNeed(ranks_of_node, weights, weights, states)
+    states = round(num_of_rank * state_bytes(config.optimizer, training.dtype))
+    averages = num_of_rank * max(BYTES[training.dtype], 4) if config.ema.enable else 0
+    return HostMemoryNeed(ranks_of_node, weights, weights, states, averages)
 
 
 def check_host_memory(run: RunContext) -> Iterator[Problem]:
@@ -120,6 +129,7 @@ def check_host_memory(run: RunContext) -> Iterator[Problem]:
         "optimizer.state_dtype",
         "optimizer.bf16_rounding",
         "optimizer.groups",
+        "ema.enable",
     )
     remedy = "use more nodes, or nodes with more memory, or raise the job's memory limit"
     if need.of_node > memory.total:

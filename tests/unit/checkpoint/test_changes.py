@@ -113,6 +113,17 @@ def test_other_changes_are_logged(line: str) -> None:
     )
 
 
+def test_the_average_may_start_or_end_but_not_change() -> None:
+    off, on, other = "", "--ema.enable", "--ema.enable --ema.decay 0.9 --ema.no_warmup"
+    for before, now in ((off, other), (other, off)):
+        changes = compare_runs(before, now)
+        assert not changes.refused
+        assert keys(changes.harmless) == ["ema.enable", "ema.decay", "ema.warmup"]
+    assert keys(compare_runs(on, other).refused) == ["ema.decay", "ema.warmup"]
+    excluded = f"{other} --checkpoint.exclude_from_loading ema"
+    assert not compare_runs(on, excluded).refused
+
+
 def test_all_refused_changes_are_reported_together() -> None:
     changes = compare_runs(
         "--optimizer.lr 1e-3 --metrics.log_freq 1",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ CASES = [
         {"name": "Lion", "state_dtype": "bfloat16"},
         {"name": "Lion", "bf16_rounding": "kahan"},
         {"name": "Muon"},
+        {"name": "AdamW8bit"},
+        {"name": "AdamW8bit", "adamw8bit_block_size": 64, "bf16_rounding": "kahan"},
     )
     for dtype in ("bfloat16", "float32", "float64")
 ]
@@ -35,10 +38,12 @@ CASES = [
 
 @pytest.mark.parametrize(("settings", "dtype"), CASES)
 def test_states_are_counted_as_the_optimizers_build_them(
-    settings: dict[str, str], dtype: str
+    settings: dict[str, Any], dtype: str
 ) -> None:
+    if settings["name"] == "AdamW8bit":
+        pytest.importorskip("torchao")
     section = Optimizer(**settings)
-    matrix = torch.nn.Parameter(torch.zeros(6, 5, dtype=getattr(torch, dtype)))
+    matrix = torch.nn.Parameter(torch.zeros(32, 256, dtype=getattr(torch, dtype)))
     surroundings = Surroundings(
         (("layers.*.wq.weight", "column"),),
         partial(MatrixOwners, group=None),
@@ -48,8 +53,8 @@ def test_states_are_counted_as_the_optimizers_build_them(
         settings={},
     )
     optimizer = build_optimizer([(MATRIX, matrix)], section, surroundings)
-    tensors = [value for value in optimizer.state_dict().values() if value.shape == matrix.shape]
-    expected = sum(value.nbytes for value in tensors) // matrix.numel()
+    tensors = [value for value in optimizer.state_dict().values() if value.ndim]
+    expected = sum(value.nbytes for value in tensors) / matrix.numel()
     assert state_bytes(section, dtype) == expected
 
 
@@ -69,4 +74,15 @@ def test_the_need_of_a_node() -> None:
     need = host_memory_need(load_config(line.split()), 2**28, 2, 2)
     assert need is not None and need.of_node == 2.5 * GIB
     assert "optimizer states 0.25 GiB" in str(need)
+    assert "averages" not in str(need)
     assert host_memory_need(load_config([]), 2**28, 2, 2) is None
+
+
+@pytest.mark.parametrize(("dtype", "gib"), [("bfloat16", 0.5), ("float32", 0.5), ("float64", 1.0)])
+def test_averaged_weights_need_host_memory(dtype: str, gib: float) -> None:
+    line = f"--training.enable_cpu_offload --training.dtype {dtype}"
+    without = host_memory_need(load_config(line.split()), 2**28, 2, 2)
+    need = host_memory_need(load_config(f"{line} --ema.enable".split()), 2**28, 2, 2)
+    assert need is not None and without is not None
+    assert need.of_node - without.of_node == 2 * gib * GIB
+    assert f"+ averages {gib:.2f} GiB" in str(need)

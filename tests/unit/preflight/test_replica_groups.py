@@ -36,6 +36,8 @@ REFUSED = {
     "groups-replicate": ("--parallelism.data_parallel_replicate_degree 2", 2),
     "groups-experts": (MOE, 2),
     "groups-early-step": ("--optimizer.early_step_in_backward", 2),
+    "groups-average": (
+        "--checkpoint.enable --ema.enable --fault_tolerance.semi_sync_method local_sgd", 2),
     "groups-offload": ("--training.enable_cpu_offload", 2),
     "groups-stream": ("--training.dataset c4", 2),
     "groups-ramp": ("--training.global_batch_size 64 --training.batch_ramp 32,32,100", 2),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import write_file
@@ -34,12 +35,14 @@ def export_step(
     identify: Identify,
     dtype: torch.dtype | None = None,
     shard_gb: float | None = None,
+    averaged: bool = False,
 ) -> None:
     """Write weights, config and tokenizer to `out`. All ranks call it together.
 
     The step's config.toml defines the model and the tokenizer. Each rank loads some of the tensors.
 
     dtype: target dtype of floating-point weights; None keeps their dtypes.
+    averaged: export the averaged weights (`[ema]`).
     shard_gb: maximum GB of weights per file; None: as in the index of the model's assets, else 5.
 
     Raises CheckpointError, and the errors of `identify`.
@@ -50,6 +53,8 @@ def export_step(
             f"{step} is not a published step. Expected a step-N, full or weights only: "
             f"{suggest_step(step)}"
         )
+    if averaged:
+        check_average(step, manifest)
     identity, _ = identify(step)
     output = StagedOutput(out)
     with ExitStack() as stack:
@@ -64,8 +69,9 @@ def export_step(
         records = file_records(manifest)
         reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
         stored = reader.read_metadata().state_dict_metadata
-        weights = StoredWeights(stored, votes.group.rank, votes.group.size)
-        start = Start("warm", 0, step, "named on the command line", manifest=manifest)
+        weights = StoredWeights(stored, votes.group.rank, votes.group.size, averaged=averaged)
+        reason = "named on the command line"
+        start = Start("warm", 0, step, reason, manifest=manifest, averaged=averaged)
         load_states(start, {"model": weights}, votes, identity)
         votes.run_on_leader(lambda: check_space(staged, weights.num_bytes))
         files = write_model(

@@ -23,6 +23,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="maximum GB of weights per file (default: as in the index of the model's assets, "
         "else 5)",
     )
+    parser.add_argument("--ema", action="store_true", help="export the averaged weights of [ema]")
     add_import_flag(parser)
     parser.epilog = (
         "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
@@ -56,6 +57,7 @@ def _export(arguments: argparse.Namespace) -> int:
                 identify=lambda path: identify_step(path, arguments.custom_import),
                 dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
                 shard_gb=arguments.shard_gb,
+                averaged=arguments.ema,
             )
         except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
             if group.rank == 0:

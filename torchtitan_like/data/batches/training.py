@@ -336,7 +336,8 @@ class TrainBatches:
         They do not depend on the layout of the group, which may change in a restart.
         """
         group, num_groups = self._replica_group
-        return np.arange(num_rows).reshape(num_groups, -1)[group]
+        size = num_rows // num_groups
+        return np.arange(group * size, (group + 1) * size)
 
     def _go_to(self, position: int) -> None:
         self.position = position

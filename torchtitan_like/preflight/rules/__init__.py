@@ -20,6 +20,7 @@ from torchtitan_like.preflight.rules.run import (
     RESILIENCE_RULES,
 )
 from torchtitan_like.preflight.rules.training import (
+    EMA_RULES,
     LR_SCHEDULER_RULES,
     OPTIMIZER_RULES,
     TRAINING_RULES,
@@ -30,6 +31,7 @@ from torchtitan_like.preflight.rules.training import (
 RULES: tuple[Rule[RunContext], ...] = (
     *TRAINING_RULES,
     *OPTIMIZER_RULES,
+    *EMA_RULES,
     *PARALLELISM_RULES,
     *MODEL_RULES,
     *VALIDATION_RULES,

@@ -84,6 +84,16 @@ REFUSALS = (
         "set it to false",
     ),
     Refusal(
+        "groups-average",
+        "ema.enable",
+        lambda run: (
+            run.config.ema.enable and run.config.fault_tolerance.semi_sync_method is not None
+        ),
+        "false with a semi_sync_method, because the weights of the groups differ between two "
+        "synchronizations,",
+        "set it to false, or leave out fault_tolerance.semi_sync_method",
+    ),
+    Refusal(
         "groups-offload",
         "training.enable_cpu_offload",
         lambda run: run.config.training.enable_cpu_offload,

@@ -1,7 +1,8 @@
-"""Rules of [training], [validation], [optimizer] and [lr_scheduler]."""
+"""Rules of [training], [validation], [optimizer], [ema] and [lr_scheduler]."""
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import replace
 from typing import Literal
 
@@ -153,6 +154,17 @@ VALIDATION_RULES = _sequence_rules("validation")
 
 OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
+        "adamw8bit-without-torchao",
+        "optimizer.name",
+        lambda run: (
+            "AdamW8bit" in run.config.optimizer.names
+            and importlib.util.find_spec("torchao") is None
+        ),
+        "the package torchao for AdamW8bit, which is not installed",
+        "pip install 'torchtitan_like[adamw8bit]'",
+        ("optimizer.groups",),
+    ),
+    Rule(
         "accumulated-early-step",
         EARLY_STEP,
         lambda run: run.config.optimizer.early_step_in_backward and run.num_accumulated > 1,
@@ -188,6 +200,58 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         "false with a registered optimizer, which may need the gradients of all parameters",
         "set it to false",
         ("optimizer.name",),
+    ),
+)
+
+
+# An average that keeps a larger part of the first weights at the end of the run causes a warning.
+INITIAL_PART = 0.05
+
+
+def _initial_part(run: RunContext) -> float:
+    """Return the part of the first weights in the average after the last step, without warm-up."""
+    ema = run.config.ema
+    return 0.0 if ema.warmup else float(ema.decay**run.config.training.steps)
+
+
+def _saves(run: RunContext) -> bool:
+    return run.config.checkpoint.enable and not run.config.checkpoint.load_only
+
+
+EMA_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "average-of-initial-weights",
+        "ema.decay",
+        lambda run: run.config.ema.enable and _initial_part(run) > INITIAL_PART,
+        lambda run: (
+            f"keeps {_initial_part(run):.0%} of the first weights in the average after "
+            f"training.steps = {run.config.training.steps}, because ema.warmup = false"
+        ),
+        "lower it, or set ema.warmup = true",
+        ("ema.warmup", "training.steps"),
+        "warning",
+    ),
+    Rule(
+        "unused-average",
+        "ema.enable",
+        lambda run: (
+            run.config.ema.enable
+            and not _saves(run)
+            and not (run.config.ema.validation and run.config.validation.enable)
+        ),
+        "averages weights that are neither saved nor validated",
+        "set checkpoint.enable = true, or ema.validation = true",
+        ("checkpoint.enable", "checkpoint.load_only", "ema.validation", "validation.enable"),
+        "warning",
+    ),
+    Rule(
+        "last-save-without-average",
+        "checkpoint.last_save_in_hf",
+        lambda run: run.config.ema.enable and _saves(run) and run.config.checkpoint.last_save_in_hf,
+        "false with ema.enable = true: safetensors files hold one copy of the weights, and the "
+        "average of the last step would be lost",
+        "set it to false, and export the last step with `titan ckpt export`, with and without --ema",
+        ("ema.enable",),
     ),
 )
 
