@@ -35,7 +35,6 @@ COMMANDS = (
     "titan run ls run",
     "titan data --help",
     "titan plan --help",
-    "titan plan --params 8e9 --gpus 16 --nodes 2",
     "titan download --help",
     "titan completion bash",
 )

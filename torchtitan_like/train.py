@@ -94,6 +94,7 @@ from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.overflow import OverflowDetector
+from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.optim.ema import AveragedWeights
@@ -120,7 +121,8 @@ from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
-from torchtitan_like.util.run_directory import DATA_WAIT
+from torchtitan_like.util.plan_file import settings_of
+from torchtitan_like.util.run_directory import DATA_WAIT, parse_config
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 
@@ -568,7 +570,7 @@ class Trainer:
         )
 
     def _observe_rows(self) -> ReplayBundleWriter:
-        """Observe the rows of metrics.jsonl for non-finite steps and spikes. On rank 0."""
+        """Observe the rows of metrics.jsonl: non-finite steps, spikes, the plan. On rank 0."""
         replay_bundles = ReplayBundleWriter(
             self.attempt,
             self.checkpointer,
@@ -585,6 +587,16 @@ class Trainer:
             write_bundle=replay_bundles.write_spike,
         )
         self.metrics.observers += [replay_bundles.observe, spikes.observe]
+        settings = settings_of(parse_config(dump_toml(self.config)), self.world.size)
+        plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
+        if plan is not None:
+            check = PlanCheck(
+                plan,
+                self.attempt.event,
+                self.start.step + 1,
+                measures_memory=self.world.device.type == "cuda",
+            )
+            self.metrics.observers.append(check.observe)
         return replay_bundles
 
     def _rewind_metrics(self) -> None:

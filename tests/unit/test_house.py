@@ -39,7 +39,7 @@ WITHOUT_TORCH = [
     "torchtitan_like.launcher.outcome",
     "torchtitan_like.config",
     "torchtitan_like.extensions",
-    "torchtitan_like.plan.report",
+    "torchtitan_like.plan.layouts",
     "torchtitan_like.preflight",
     "torchtitan_like.data.text.documents",
     "torchtitan_like.data.text.tokenizer",

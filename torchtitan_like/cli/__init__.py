@@ -25,7 +25,8 @@ HELP = ("--help", "-h", "help")
 class Command(NamedTuple):
     """A sub-command. ``name`` has all of its words; ``module`` is a module of this package.
 
-    A command with ``verbs`` has no module: the next word selects a verb.
+    The next word after a command with ``verbs`` selects a verb. If the command has a module too,
+    any other word belongs to its own arguments.
     """
 
     name: str
@@ -148,6 +149,22 @@ K8S = (
     ),
 )
 
+PLAN = (
+    Command(
+        "plan search",
+        "Layouts",
+        "find the fastest layouts of a configuration that fit",
+        "plan_search",
+        takes_settings=True,
+    ),
+    Command(
+        "plan compare",
+        "Runs",
+        "compare a run with the plan of its configuration",
+        "plan_compare",
+    ),
+)
+
 # In the order of `titan --help`.
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
@@ -157,9 +174,10 @@ COMMANDS = (
     Command(
         "plan",
         "Train",
-        "find the memory of a configuration, or a layout, without GPUs",
+        "find the memory of a configuration, and its best layout, without GPUs",
         "plan",
         takes_settings=True,
+        verbs=PLAN,
     ),
     Command(
         "draw",
@@ -239,7 +257,8 @@ def _run(words: list[str]) -> int:
         if command is None:
             show_error(_unknown(prog, commands, name))
             return USAGE_ERROR
-        if not command.verbs:
+        verbs = {verb.name.split()[-1] for verb in command.verbs}
+        if command.module and not (words and words[0] in verbs):
             break
         prog = f"titan {command.name}"
         commands = command.verbs
@@ -261,7 +280,8 @@ def executable_commands(commands: Sequence[Command] = COMMANDS) -> list[Command]
     """Return all commands that have a module, verbs included."""
     executable: list[Command] = []
     for command in commands:
-        executable += executable_commands(command.verbs) if command.verbs else [command]
+        executable += [command] if command.module else []
+        executable += executable_commands(command.verbs)
     return executable
 
 

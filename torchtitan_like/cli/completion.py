@@ -20,9 +20,11 @@ SCRIPT = """\
 _titan() {{
   local current="${{COMP_WORDS[COMP_CWORD]}}" path="" words="" options=""
   if [ "$COMP_CWORD" -gt 1 ]; then path="${{COMP_WORDS[1]}}"; fi
-  case "$path" in
-    {groups}) if [ "$COMP_CWORD" -gt 2 ]; then path="$path ${{COMP_WORDS[2]}}"; fi ;;
-  esac
+  if [ "$COMP_CWORD" -gt 2 ]; then
+    case "$path ${{COMP_WORDS[2]}}" in
+      {verbs}) path="$path ${{COMP_WORDS[2]}}" ;;
+    esac
+  fi
   case "$path" in
 {cases}
   esac
@@ -51,25 +53,31 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the script. Returns the exit code."""
     from torchtitan_like.cli import COMMANDS
 
-    groups = "|".join(command.name for command in COMMANDS if command.verbs)
+    verbs = "|".join(f'"{verb.name}"' for command in COMMANDS for verb in command.verbs)
     cases = "\n".join(_cases("", COMMANDS))
     if arguments.shell == "zsh":
         sys.stdout.write(ZSH_START)
-    sys.stdout.write(SCRIPT.format(shell=arguments.shell, groups=groups, cases=cases))
+    sys.stdout.write(SCRIPT.format(shell=arguments.shell, verbs=verbs, cases=cases))
     return 0
 
 
 def _cases(path: str, commands: Sequence[Command]) -> Iterator[str]:
     """Yield the shell's case of a path of words, and of all paths that start with it."""
-    verbs = " ".join(command.name.split()[-1] for command in commands)
     options = "--help --version" if not path else "--help"
-    yield f'    "{path}") words="{verbs}"; options="{options}" ;;'
+    yield f'    "{path}") words="{_last_words(commands)}"; options="{options}" ;;'
     for command in commands:
-        if command.verbs:
+        if not command.module:
             yield from _cases(command.name, command.verbs)
-        else:
-            words, options = _vocabulary(command)
-            yield f'    "{command.name}") words="{words}"; options="{options}" ;;'
+            continue
+        words, options = _vocabulary(command)
+        words = f"{_last_words(command.verbs)} {words}".strip()
+        yield f'    "{command.name}") words="{words}"; options="{options}" ;;'
+        if command.verbs:
+            yield from list(_cases(command.name, command.verbs))[1:]
+
+
+def _last_words(commands: Sequence[Command]) -> str:
+    return " ".join(command.name.split()[-1] for command in commands)
 
 
 def _vocabulary(command: Command) -> tuple[str, str]:

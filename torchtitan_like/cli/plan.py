@@ -1,4 +1,4 @@
-"""`titan plan`: the memory and step time of a configuration, or the layouts that fit a cluster."""
+"""`titan plan`: the memory and step time of a configuration, by a dry run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from torchtitan_like.cli.common import (
     FAILED,
     add_json_flag,
     positive_int,
-    positive_number,
     print_json,
+    show_problem,
 )
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
 from torchtitan_like.plan.gpus import DEFAULT_GPU
-from torchtitan_like.plan.layouts import NETS
 from torchtitan_like.util.output import show_error
 
 NOTHING_FITS = 1
@@ -51,66 +50,21 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="STAGE",
         help="the pipeline rank to dry-run, from 0; default: all, one rank of each",
     )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="write the plan to this file, such as X.plan.json next to X.toml",
+    )
     add_json_flag(parser)
-    parser.add_argument(
-        "--params", type=positive_number, metavar="N", help="without CONFIG: parameters, e.g. 8e9"
-    )
-    parser.add_argument(
-        "--gpus", type=positive_int, metavar="N", help="with --params: GPUs of all machines"
-    )
-    parser.add_argument(
-        "--nodes", type=positive_int, default=1, metavar="N", help="machines (default: 1)"
-    )
-    parser.add_argument(
-        "--gpu-mem",
-        type=positive_number,
-        default=80,
-        metavar="GIB",
-        help="memory of a GPU, GiB (default: 80)",
-    )
-    parser.add_argument(
-        "--host-mem",
-        type=float,
-        default=1024,
-        metavar="GIB",
-        help="main memory of a machine, GiB (default: 1024)",
-    )
-    parser.add_argument(
-        "--net",
-        choices=NETS,
-        default="fast",
-        help="between machines: 8 x 400 Gbit/s of each, or 100 Gbit/s (default: fast)",
-    )
-    parser.add_argument(
-        "--seq-len",
-        type=positive_int,
-        default=8192,
-        metavar="N",
-        help="tokens of a sample (default: 8192)",
-    )
-    parser.add_argument(
-        "--tokens-per-step",
-        type=float,
-        default=2**20,
-        metavar="N",
-        help="tokens of a step, about (default: 1,048,576)",
-    )
-    parser.add_argument(
-        "--tflops",
-        type=float,
-        default=400,
-        metavar="N",
-        help="TFLOP/s that a GPU reaches (default: 400, which is 40 %% of an H100's 989)",
-    )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
-        "With CONFIG: runs two steps of the trainer under fake tensors on ranks that do not exist,\n"
-        "and prints the memory of a GPU by what it holds, and the time of a step by its parts. Returns\n"
-        "0 if it fits, 1 if not, and 78 for a configuration that cannot work.\n"
-        "With --params: prints the layouts that fit, fastest first, with their memory by parts, and\n"
-        "the config lines of the first ones. The times only order the layouts and are not a forecast.\n"
-        "Returns 0, or 1 if no layout fits.\n"
-        "Needs no GPU. Returns 2 for wrong arguments.\n\n"
+        "Runs two steps of the trainer under fake tensors on ranks that do not exist, and prints the\n"
+        "memory of a GPU by what it holds, and the time of a step by its parts. Needs no GPU. Returns\n"
+        "0 if it fits, 1 if not, 2 for wrong arguments, and 78 for a configuration that cannot work.\n"
+        "A run of X.toml compares itself with X.plan.json (-o). `titan plan compare` does so afterwards.\n"
+        "`titan plan search` finds the fastest layouts that fit.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -118,27 +72,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
-    has_config = arguments.config is not None or "__job.config_file" in names
-    required = ("world_size",) if has_config else ("params", "gpus")
-    excluded = ("params", "gpus") if has_config else ("world_size",)
-    problems = [
-        f"--{name.replace('_', '-')} is missing"
-        for name in required
-        if getattr(arguments, name) is None
-    ]
-    unused = [
-        f"--{name.replace('_', '-')}" for name in excluded if getattr(arguments, name) is not None
-    ]
-    if not has_config:
-        unused += arguments.settings
-    problems += [f"{word} does not belong to this form of the command" for word in unused]
-    if problems:
+    is_missing = {
+        "CONFIG": arguments.config is None and "__job.config_file" not in names,
+        "--world-size": arguments.world_size is None,
+    }
+    if missing := [name for name, value in is_missing.items() if value]:
         show_error(
-            f"titan plan: {problems[0]}. Expected CONFIG and --world-size N, or --params N and "
-            "--gpus N: correct the arguments"
+            f"titan plan: {missing[0]} is missing. Expected CONFIG and --world-size N: correct the "
+            "arguments"
         )
         return FAILED
-    return _dry_run(arguments) if has_config else _list_layouts(arguments)
+    return _dry_run(arguments)
 
 
 def _dry_run(arguments: argparse.Namespace) -> int:
@@ -178,6 +122,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
             f"{num_stages - 1}: correct it"
         )
         return FAILED
+    if stage != "all" and arguments.output is not None:
+        show_error("-o: expected a plan of all stages: leave --rank-of-stage out")
+        return FAILED
     return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
 
 
@@ -187,7 +134,9 @@ def _print_plan(
     from torchtitan_like.plan import memory_report, time_report
     from torchtitan_like.plan.dry_memory import assumptions, dry_runs, unsupported
     from torchtitan_like.plan.ledger import memory_of
+    from torchtitan_like.plan.plan_file import plan_of
     from torchtitan_like.plan.timeline import step_time
+    from torchtitan_like.util.plan_file import write_plan
 
     if problem := unsupported(config):
         show_error(problem)
@@ -209,31 +158,14 @@ def _print_plan(
         print("\n".join(memory_report.lines(memories, gpu, notes)))
         if time is not None:
             print("\n".join(time_report.lines(time, gpu, cluster)))
+    if arguments.output is not None:
+        try:
+            write_plan(
+                arguments.output,
+                plan_of(config, arguments.world_size, memories, time, gpu, cluster),
+            )
+        except OSError as error:
+            show_problem(error)
+            return FAILED
+        show_error(f"Wrote {arguments.output}")
     return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS
-
-
-def _list_layouts(arguments: argparse.Namespace) -> int:
-    """Print the layouts of a model of about `--params` parameters."""
-    from torchtitan_like.plan.layouts import Cluster, model_of
-    from torchtitan_like.plan.report import report
-    from torchtitan_like.plan.search import global_batch, suggest
-
-    if arguments.gpus % arguments.nodes:
-        show_error(
-            f"--gpus {arguments.gpus} is not a multiple of --nodes {arguments.nodes}. Expected "
-            "equally many GPUs on each machine: change one of them"
-        )
-        return FAILED
-    model = model_of(arguments.params)
-    cluster = Cluster(
-        arguments.gpus,
-        arguments.nodes,
-        arguments.gpu_mem,
-        NETS[arguments.net],
-        arguments.tflops * 1e12,
-        arguments.host_mem,
-    )
-    batch = global_batch(arguments.tokens_per_step, arguments.seq_len, arguments.gpus)
-    suggestions = suggest(model, cluster, batch, arguments.seq_len)
-    print("\n".join(report(model, cluster, batch, arguments.seq_len, suggestions)))
-    return 0 if suggestions else NOTHING_FITS

@@ -70,6 +70,10 @@ class JobConfig(Section):
         origin = self.origin_of(key)
         return 0 if origin == "default" else 1 + self._layers.index(origin)
 
+    def keys_of(self, origin: str) -> list[str]:
+        """Return the dotted keys that `origin` has written: a file, or "command line"."""
+        return [key for key, written in self._origins.items() if written == origin]
+
     def is_set(self, key: str) -> bool:
         """Return True if the user wrote the dotted key, or one below it, whatever its value."""
         return self.origin_of(key) != "default"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 import torch
 
@@ -151,6 +152,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         gate_device = optimization.optimizer.parameters[0].device
         gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {})
     recorder.recording.mark("optimizer")
+    recording = recorder.recording
     runner = StepRunner(
         world,
         0,
@@ -163,7 +165,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         gate.gate,
         config.training.max_norm,
         num_sources=num_sources,
-        on_micro_batch=lambda micro: None,
+        on_micro_batch=lambda micro: recording.micro_batches.append(len(recording.work)),
         order_updates=lambda: None,
     )
     _record_gradients(optimization.optimizer, recorder)
@@ -229,50 +231,82 @@ def _batch(config: JobConfig, geometry: BatchGeometry, *, with_positions: bool) 
     )
 
 
+class Job(NamedTuple):
+    """One rank to dry-run. options: of `record_rank`."""
+
+    config: JobConfig
+    world_size: int
+    rank: int
+    options: dict[str, Any]
+
+
+def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun | RuntimeError]]:
+    """Yield the index and the recording of each job, as they end.
+
+    Each runs in a child process, as many at a time as cores. A job that fails has an error with its
+    traceback instead of a recording. The children end with the iteration.
+    """
+    _import_before_fork()
+    context = multiprocessing.get_context("fork")
+    waiting = list(enumerate(jobs))
+    running: dict[Connection, tuple[int, Any]] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < num_cores():
+                index, job = waiting.pop(0)
+                receiving, sending = context.Pipe(duplex=False)
+                child = context.Process(target=_send_recording, args=(sending, job))
+                child.start()
+                sending.close()
+                running[receiving] = index, child
+            for connection in wait(list(running)):
+                assert isinstance(connection, Connection)
+                index, child = running.pop(connection)
+                yield index, _receive(jobs[index].rank, child, connection)
+    finally:
+        for _, child in running.values():
+            child.terminate()
+            child.join()
+
+
 def record_ranks(
     config: JobConfig, world_size: int, ranks: Iterable[int], **options: Any
 ) -> dict[int, DryRun]:
-    """Return `record_rank` of several ranks, each in a child process, as many at a time as cores.
-
-    Raises RuntimeError with the traceback of a rank that fails.
-    """
-    context = multiprocessing.get_context("fork")
-    waiting, runs = list(ranks), {}
-    while waiting:
-        now, waiting = waiting[: num_cores()], waiting[num_cores() :]
-        children: dict[int, tuple[Any, Connection]] = {}
-        for rank in now:
-            receiving, sending = context.Pipe(duplex=False)
-            child = context.Process(
-                target=_send_recording, args=(sending, config, world_size, rank, options)
-            )
-            child.start()
-            sending.close()
-            children[rank] = child, receiving
-        for rank, (child, receiving) in children.items():
-            runs[rank] = _receive(rank, child, receiving)
+    """Return `record_rank` of several ranks; see `record_jobs`. Raises RuntimeError if one fails."""
+    runs = {}
+    for _, run in record_jobs([Job(config, world_size, rank, options) for rank in ranks]):
+        if isinstance(run, RuntimeError):
+            raise run
+        runs[run.rank] = run
     return runs
 
 
-def _send_recording(
-    sending: Connection, config: JobConfig, world_size: int, rank: int, options: dict[str, Any]
-) -> None:
+def _import_before_fork() -> None:
+    """Import what every dry run needs, so that the children share it."""
+    import torch._dynamo.external_utils
+    import torch.fx.experimental.symbolic_shapes  # noqa: F401
+
+    gc.freeze()
+
+
+def _send_recording(sending: Connection, job: Job) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a traceback
     try:
-        sending.send(record_rank(config, world_size, rank, **options))
+        sending.send(record_rank(job.config, job.world_size, job.rank, **job.options))
     except Exception:
         sending.send(traceback.format_exc())
 
 
-def _receive(rank: int, child: Any, receiving: Connection) -> DryRun:
+def _receive(rank: int, child: Any, receiving: Connection) -> DryRun | RuntimeError:
     try:
         outcome = receiving.recv()
     except EOFError:
         child.join()
-        raise RuntimeError(
+        return RuntimeError(
             f"the dry run of rank {rank} died with exit code {child.exitcode}. Expected a "
             "recording: free memory of this machine, or plan fewer layers"
-        ) from None
+        )
     child.join()
     if not isinstance(outcome, DryRun):
-        raise RuntimeError(f"the dry run of rank {rank} failed:\n{outcome}")
+        return RuntimeError(f"the dry run of rank {rank} failed:\n{outcome}")
     return outcome

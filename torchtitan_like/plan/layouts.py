@@ -1,129 +1,64 @@
-"""Inputs of a plan: the sizes of a model, a cluster, and one layout of the ranks."""
+"""Layouts of the ranks around a configuration: every one that `titan plan search` considers.
+
+A layout keeps the model, the sequence length and the samples of a step. Does not import torch.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
-from torchtitan_like.models.llama3.flavors import FLAVORS, num_params
+from torchtitan_like.config import JobConfig
+from torchtitan_like.distributed.stages import SCHEDULES
 
-GB = 1e9
-# GB/s of a machine with 8 GPUs, per direction. Collectives reach 80 % of it.
-# Within the machine: NVLink 4 of an H100, 450 for each GPU.
-# Between machines: one 400 Gbit/s card for each GPU, or 100 Gbit/s Ethernet for all of them.
-REACHED = 0.8
-NVLINK = 450.0
-NETS = {"fast": 8 * 50.0, "slow": 12.5}
+LONG_SEQ_LEN = 32768  # from which context parallelism is tried
+MAX_CONTEXT_RANKS = 16
+MICRO_BATCHES = (1, 2, 4, 8, 16)  # samples of one forward pass
+MAX_STAGES_PER_RANK = 8
+
+Recompute = Literal["none", "op", "every n", "full", "as given"]
+
+
+class Pipeline(NamedTuple):
+    """How the stages of a pipeline run. stages_per_rank: 1, or more for schedules that interleave."""
+
+    schedule: str
+    stages_per_rank: int
+
+
+# GPipe and LoopedBFS are left out: 1F1B and Interleaved1F1B take as long and need less memory.
+PIPELINES = (
+    Pipeline("1F1B", 1),
+    *(Pipeline("Interleaved1F1B", number) for number in (2, 4, MAX_STAGES_PER_RANK)),
+    Pipeline("InterleavedZeroBubble", 2),
+    Pipeline("ZBVZeroBubble", 2),
+    Pipeline("DualPipeV", 2),
+)
 
 
 @dataclass(frozen=True)
-class Model:
-    """Sizes of a decoder like Llama 3."""
+class Layout:
+    """One layout of the ranks.
 
-    params: float
-    layers: int
-    dim: int
-    ffn_dim: int
-    heads: int
-    kv_heads: int
-    vocab: int
-    is_tied: bool
-    name: str
-
-    @property
-    def embedding(self) -> int:
-        """Parameters of the embedding. The head has as many."""
-        return self.vocab * self.dim
-
-    @property
-    def block(self) -> float:
-        """Parameters of one layer."""
-        return (self.params - (1 if self.is_tied else 2) * self.embedding) / self.layers
-
-    @property
-    def kv_dim(self) -> int:
-        """Width of all keys of a token."""
-        return self.kv_heads * self.dim // self.heads
-
-
-def model_of(params: float) -> Model:
-    """Return the sizes of the Llama 3 with about `params` parameters.
-
-    If no Llama 3 is within 10 %, estimates a model whose width is 128 times its number of layers,
-    like the 8B model.
+    expert_tp: `expert_tensor_parallel_degree`. pipeline: None without one.
+    micro_batch: samples of one forward pass. num_micro: forward passes of a step.
+    recompute: what backward computes again. frees_weights: gathered weights are freed after forward.
     """
-    name, args = min(FLAVORS.items(), key=lambda item: abs(math.log(num_params(item[1]) / params)))
-    if abs(num_params(args) / params - 1) < 0.1:
-        return Model(
-            num_params(args),
-            args.n_layers,
-            args.dim,
-            args.ffn_dim,
-            args.n_heads,
-            args.num_kv_heads,
-            args.vocab_size,
-            args.enable_weight_tying,
-            f"Llama 3 {name}",
-        )
-    layers = max(1, round((params / (13 * 128**2)) ** (1 / 3)))
-    dim = 128 * layers
-    return Model(
-        params,
-        layers,
-        dim,
-        ffn_dim=round(3.5 * dim),
-        heads=layers,
-        kv_heads=math.gcd(layers, 8),
-        vocab=128256,
-        is_tied=False,
-        name="estimated sizes",
-    )
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Machines with GPUs.
-
-    gpus: of all nodes. gpu_gib: memory of a GPU, GiB. node_gbs: GB/s from a node to the others.
-    flops: FLOP/s that a GPU reaches. host_gib: main memory of a node, GiB.
-    """
-
-    gpus: int
-    nodes: int
-    gpu_gib: float
-    node_gbs: float
-    flops: float
-    host_gib: float = 1024
-
-    @property
-    def per_node(self) -> int:
-        """GPUs of a node."""
-        return self.gpus // self.nodes
-
-    def bandwidth(self, members: int, stride: int) -> float:
-        """Return the bytes/s at which each rank of a group sends; its ranks are `stride` apart.
-
-        All groups of a node share its network: a group with k ranks on a node of n has k/n of it.
-        """
-        inside = NVLINK * REACHED * GB
-        if members * stride <= self.per_node:
-            return inside
-        members_on_node = max(1, self.per_node // stride)
-        return min(inside, self.node_gbs * REACHED * GB * members_on_node / self.per_node)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """One layout. micro: samples of one forward pass; recompute: activation_checkpoint.mode."""
 
     pp: int
     replicate: int
     shard: int
     cp: int
     tp: int
-    micro: int
-    recompute: str
-    offload: bool = False
+    expert_tp: int
+    pipeline: Pipeline | None
+    micro_batch: int
+    num_micro: int
+    recompute: Recompute
+    frees_weights: bool
 
     @property
     def dp(self) -> int:
@@ -131,12 +66,239 @@ class Plan:
         return self.replicate * self.shard
 
     @property
+    def num_stages(self) -> int:
+        return self.pp * (self.pipeline.stages_per_rank if self.pipeline else 1)
+
+    @property
     def name(self) -> str:
-        """The layout as users call it, such as TP 2 x FSDP 8."""
+        """The degrees as users write them, such as `TP 8 x FSDP 32`."""
         degrees = (("PP", self.pp), ("CP", self.cp), ("TP", self.tp))
         kinds = [f"{kind} {degree}" for kind, degree in degrees if degree > 1]
         if self.replicate > 1 and self.shard > 1:
             kinds.append(f"HSDP {self.replicate} x {self.shard}")
         elif self.dp > 1:
             kinds.append(f"FSDP {self.shard}" if self.shard > 1 else f"DDP {self.replicate}")
-        return (" x ".join(kinds) or "one GPU") + " + CPU offload" * self.offload
+        if self.expert_tp > 1:
+            kinds.append(f"ETP {self.expert_tp}")
+        return " x ".join(kinds) or "one GPU"
+
+    @property
+    def num_kinds(self) -> int:
+        """Kinds of parallelism besides data parallelism: how complicated the layout is."""
+        return sum(degree > 1 for degree in (self.pp, self.cp, self.tp))
+
+    @property
+    def details(self) -> str:
+        """What the name leaves out: schedule, recomputation, whether weights stay gathered."""
+        parts = []
+        if self.pipeline is not None:
+            number = self.pipeline.stages_per_rank
+            parts.append(self.pipeline.schedule + (f" x {number}" if number > 1 else ""))
+        parts.append(f"AC {self.recompute}")
+        if self.shard * self.cp > 1 and self.frees_weights != (self.pp == 1):
+            parts.append("reshard" if self.frees_weights else "no reshard")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Space:
+    """What bounds the layouts.
+
+    config: the given configuration. ranks_per_node: the most tensor-parallel ranks.
+    global_batch: samples of a step. num_layers, has_experts: of the model.
+    """
+
+    config: JobConfig
+    world_size: int
+    ranks_per_node: int
+    global_batch: int
+    num_layers: int
+    has_experts: bool
+
+    @property
+    def num_slots(self) -> int:
+        """Layers, and what the first and the last modules count in the division into stages."""
+        section = self.config.parallelism
+        return (
+            self.num_layers
+            + section.pipeline_parallel_first_stage_less_layers
+            + section.pipeline_parallel_last_stage_less_layers
+        )
+
+
+# ---- enumeration
+
+
+def meshes(space: Space) -> Iterator[Layout]:
+    """Yield every division of the ranks with each pipeline schedule, and one micro-batch size.
+
+    Preflight has not checked them. Recomputation and resharding are those of the configuration.
+    """
+    section = space.config.parallelism
+    is_long = space.config.training.seq_len >= LONG_SEQ_LEN
+    contexts = {1, section.context_parallel_degree}
+    contexts |= {n for n in (2, 4, 8, MAX_CONTEXT_RANKS) if is_long}
+    stages = [n for n in divisors(space.world_size) if n <= space.num_slots]
+    tensors = [n for n in divisors(space.world_size) if n <= space.ranks_per_node]
+    for pp, tp, cp in product(stages, tensors, sorted(contexts)):
+        dp, remainder = divmod(space.world_size, pp * tp * cp)
+        if remainder or not dp:
+            continue
+        expert_tps = sorted({1, tp}) if space.has_experts else [1]
+        pipelines = [one for one in PIPELINES if _can_split(space, pp, one)] if pp > 1 else [None]
+        for shard, expert_tp, pipeline in product(divisors(dp), expert_tps, pipelines):
+            rows = space.global_batch // dp
+            yield Layout(
+                pp=pp,
+                replicate=dp // shard,
+                shard=shard,
+                cp=cp,
+                tp=tp,
+                expert_tp=expert_tp,
+                pipeline=pipeline,
+                micro_batch=1,
+                num_micro=max(1, rows),
+                recompute="as given",
+                frees_weights=frees_weights(space.config, pp),
+            )
+
+
+def variants(space: Space, mesh: Layout) -> Iterator[Layout]:
+    """Yield a mesh with every micro-batch size, recomputation and policy of resharding."""
+    rows = space.global_batch // mesh.dp
+    sizes = [size for size in MICRO_BATCHES if rows % size == 0]
+    policies = (True, False) if mesh.shard * mesh.cp > 1 else (mesh.frees_weights,)
+    for size, recompute, frees in product(sizes, recomputations(space.config), policies):
+        yield replace(
+            mesh,
+            micro_batch=size,
+            num_micro=rows // size,
+            recompute=recompute,
+            frees_weights=frees,
+        )
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def recomputations(config: JobConfig) -> tuple[Recompute, ...]:
+    """Return the kinds of recomputation to try; one that only the configuration has is first."""
+    common: tuple[Recompute, ...] = ("none", "op", "full")
+    given = recompute_of(config)
+    return common if given in common else (given, *common)
+
+
+def recompute_of(config: JobConfig) -> Recompute:
+    """Return the recomputation of a configuration. memory_budget and offload: "as given"."""
+    section = config.activation_checkpoint
+    if section.mode == "selective":
+        return "op" if section.selective_ac_option == "op" else "every n"
+    return section.mode if section.mode in ("none", "full") else "as given"
+
+
+def frees_weights(config: JobConfig, pp: int) -> bool:
+    """Return whether FSDP frees gathered weights after forward with this many pipeline ranks."""
+    policy = config.parallelism.fsdp_reshard_after_forward
+    return policy == "always" or (policy == "default" and pp == 1)
+
+
+def _can_split(space: Space, pp: int, pipeline: Pipeline) -> bool:
+    """Return True if every stage has a layer's worth of modules and settings can express it."""
+    num_stages = pp * pipeline.stages_per_rank
+    if num_stages > space.num_slots:
+        return False
+    is_default = pipeline.stages_per_rank == (2 if SCHEDULES[pipeline.schedule].is_multi else 1)
+    per_stage = math.ceil(space.num_slots / num_stages)
+    return is_default or math.ceil(space.num_slots / per_stage) == num_stages
+
+
+# ---- settings
+
+
+GLOBAL_BATCH = "training.global_batch_size"
+_RECOMPUTE_MODE: dict[Recompute, str] = {"none": "none", "op": "selective", "full": "full"}
+# What a layout sets, by dotted key. None: the layout leaves the setting as it is.
+# A data_parallel_shard_degree of -1 is all remaining ranks, as each layout uses.
+SETTINGS: dict[str, Callable[[Layout, Space], Any]] = {
+    "training.local_batch_size": lambda layout, space: layout.micro_batch,
+    GLOBAL_BATCH: lambda layout, space: space.global_batch,
+    "parallelism.data_parallel_replicate_degree": lambda layout, space: layout.replicate,
+    "parallelism.data_parallel_shard_degree": (
+        lambda layout, space: (
+            -1 if space.config.parallelism.data_parallel_shard_degree == -1 else layout.shard
+        )
+    ),
+    "parallelism.fsdp_reshard_after_forward": lambda layout, space: _reshard(layout, space.config),
+    "parallelism.tensor_parallel_degree": lambda layout, space: layout.tp,
+    "parallelism.context_parallel_degree": lambda layout, space: layout.cp,
+    "parallelism.expert_tensor_parallel_degree": lambda layout, space: layout.expert_tp,
+    "parallelism.pipeline_parallel_degree": lambda layout, space: layout.pp,
+    "parallelism.pipeline_parallel_schedule": (
+        lambda layout, space: layout.pipeline.schedule if layout.pipeline else None
+    ),
+    "parallelism.pipeline_parallel_layers_per_stage": lambda layout, space: _per_stage(
+        layout, space
+    ),
+    "parallelism.pipeline_parallel_microbatch_size": (
+        lambda layout, space: layout.micro_batch if layout.pipeline else None
+    ),
+    "activation_checkpoint.mode": lambda layout, space: _RECOMPUTE_MODE.get(layout.recompute),
+    "activation_checkpoint.selective_ac_option": (
+        lambda layout, space: "op" if layout.recompute == "op" else None
+    ),
+}
+
+
+def _reshard(layout: Layout, config: JobConfig) -> str | None:
+    if layout.frees_weights == frees_weights(config, layout.pp):
+        return None
+    return "always" if layout.frees_weights else "never"
+
+
+def _per_stage(layout: Layout, space: Space) -> int | None:
+    """Return the layers of a stage; None if that is the default for the schedule."""
+    if layout.pipeline is None:
+        return None
+    is_multi = SCHEDULES[layout.pipeline.schedule].is_multi
+    given = space.config.parallelism.pipeline_parallel_layers_per_stage
+    if given is None and layout.pipeline.stages_per_rank == (2 if is_multi else 1):
+        return None
+    return math.ceil(space.num_slots / layout.num_stages)
+
+
+def settings_of(layout: Layout, space: Space) -> dict[str, Any]:
+    """Return the settings by which a layout differs from the given configuration."""
+    values = {key: value(layout, space) for key, value in SETTINGS.items()}
+    return {
+        key: value
+        for key, value in values.items()
+        if value is not None and value != space.config.value_of(key)
+    }
+
+
+def apply(layout: Layout, space: Space) -> JobConfig:
+    """Return the configuration with a layout."""
+    return with_settings(space.config, settings_of(layout, space))
+
+
+def with_settings(config: JobConfig, settings: dict[str, Any]) -> JobConfig:
+    """Return a copy of a configuration with other values of dotted keys, which are not checked."""
+    by_section: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, name = key.split(".")
+        by_section.setdefault(section, {})[name] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in by_section.items()
+        }
+    )
+
+
+def keeps_given_settings(layout: Layout, space: Space) -> bool:
+    """Return True if the layout changes no setting that the command line gives."""
+    changed = settings_of(layout, space).keys() - {GLOBAL_BATCH}
+    return not any(space.config.origin_of(key) == "command line" for key in changed)

@@ -30,6 +30,7 @@ kernels can be fused: what is allocated and freed between two matrix products ne
 
 Marks. `marks` names positions in both lists: `model`, `optimizer`, `step 1`, ... are the ends of
 these phases. `actions` are the parts of a pipeline's step, in order: which work each of them is.
+`micro_batches` are the positions in `work` at which micro-batches begin; with a pipeline, steps.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
@@ -153,6 +155,7 @@ class Recording:
         self.work: list[WorkItem] = []
         self.marks: list[Mark] = []
         self.actions: list[ActionSpan] = []
+        self.micro_batches: list[int] = []
         self.streams: list[str] = ["compute"]
         self.categories: dict[int, Category] = {}
 
@@ -476,6 +479,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # as fake tensors answer, which are asked most of all
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor calls the operators of its local tensors
         kwargs = kwargs or {}

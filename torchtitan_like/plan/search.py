@@ -1,91 +1,248 @@
-"""Search the layouts that fit into the memory of a cluster, the fastest first."""
+"""Search the layouts around a configuration: rules, then formulas, then dry runs of the best ones."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import product
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
-from torchtitan_like.plan.layouts import Cluster, Model, Plan
-from torchtitan_like.plan.memory import RECOMPUTATION, USABLE, Memory, host_memory, memory
-from torchtitan_like.plan.step_time import seconds
+from torchtitan_like.config import JobConfig
+from torchtitan_like.config.problems import Problem
+from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
+from torchtitan_like.plan import closed_form
+from torchtitan_like.plan.closed_form import Network, network_of, sizes_of
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.layouts import (
+    Layout,
+    Space,
+    apply,
+    keeps_given_settings,
+    meshes,
+    variants,
+)
+from torchtitan_like.preflight import check_layout
 
-LONG_SEQ_LEN = 32768  # from which context parallelism is tried
+if TYPE_CHECKING:
+    from torchtitan_like.plan.clusters import Cluster
+    from torchtitan_like.plan.extend import Estimate
+
+NUM_DRY_RUN = 12  # layouts that are dry-run at two depths
+NUM_FULL = 3  # layouts that are dry-run at full depth
+MAX_FULL = 6  # of them, if some do not fit
+PER_GROUP = 2  # of those with the same degrees, which differ little
+MEMORY_MARGIN = 1.25  # of the closed form, which is too high for some layouts
+
+# Called with a phase, what is done, the total, and seconds since the phase began.
+Progress = Callable[[str, int, int, float], None]
 
 
-@dataclass(frozen=True)
-class Suggestion:
-    """A layout that fits. num_micro: micro-batches of a step. seconds: of a step."""
+class Screened(NamedTuple):
+    """A layout with its memory (GiB) and seconds by the closed form."""
 
-    plan: Plan
-    memory: Memory
-    num_micro: int
+    layout: Layout
+    gib: float
     seconds: float
 
 
-def global_batch(tokens_per_step: float, seq_len: int, gpus: int) -> int:
-    """Return the samples of a step: a multiple of the GPUs, which every layout can share out."""
-    return max(1, round(tokens_per_step / seq_len / gpus)) * gpus
+class Refusal(NamedTuple):
+    """Layouts that a rule refuses. problem: of one of them."""
+
+    rule: str
+    num_layouts: int
+    problem: Problem
 
 
-def suggest(model: Model, cluster: Cluster, batch: int, seq_len: int) -> list[Suggestion]:
-    """Return the layouts that fit, fastest first, each with its best batch and recomputation.
+@dataclass
+class Found:
+    """The outcome of a search.
 
-    Of layouts with equal times (to two digits), the one with fewer kinds of parallelism is first.
-    CPU offload is tried if nothing else fits. batch: samples of a step.
+    num_layouts: enumerated. refusals: most frequent first. num_too_large: by the closed form.
+    ranked: dry-run layouts that fit, fastest first, those at full depth before the others.
+    rejected: dry-run layouts that do not fit. failed: messages of dry runs that failed.
+    slower: the fastest by the closed form of those that were not dry-run. num_slower: how many.
     """
-    for offload in (False, True):
-        best: dict[str, Suggestion] = {}
-        for plan, num_micro in candidates(model, cluster, batch, seq_len, offload):
-            required = memory(plan, model, seq_len, num_micro)
-            if required.total > cluster.gpu_gib * USABLE:
-                continue
-            if host_memory(plan, model, cluster) > cluster.host_gib * USABLE:
-                continue
-            time = seconds(plan, model, seq_len, num_micro, cluster)
-            suggestion = Suggestion(plan, required, num_micro, time)
-            if plan.name not in best or _rank(suggestion) < _rank(best[plan.name]):
-                best[plan.name] = suggestion
-        if best:
-            return sorted(best.values(), key=_rank)
-    return []
+
+    space: Space
+    num_layouts: int
+    refusals: list[Refusal]
+    num_too_large: int
+    smallest: Screened | None
+    ranked: list[tuple[Layout, Estimate]] = field(default_factory=list)
+    rejected: list[tuple[Layout, Estimate]] = field(default_factory=list)
+    failed: dict[Layout, str] = field(default_factory=dict)
+    slower: Screened | None = None
+    num_slower: int = 0
 
 
-def candidates(
-    model: Model, cluster: Cluster, batch: int, seq_len: int, offload: bool
-) -> Iterator[tuple[Plan, int]]:
-    """Yield every layout that may be useful, with its micro-batches per step."""
-    max_stages = min(4 * cluster.nodes, model.layers)
-    pipelines = [degree for degree in _divisors(cluster.gpus) if degree <= max_stages]
-    if offload or model.is_tied:  # a tied weight is on the first stage and on the last one
-        pipelines = [1]
-    tensors = _divisors(math.gcd(cluster.per_node, model.kv_heads, model.ffn_dim))
-    contexts = (1, 2, 4, 8) if seq_len >= LONG_SEQ_LEN else (1,)
-    for pp, tp, cp in product(pipelines, tensors, contexts):
-        data_ranks, remainder = divmod(cluster.gpus, pp * tp * cp)
-        if remainder or not data_ranks:
+def space_of(config: JobConfig, world_size: int, ranks_per_node: int, global_batch: int) -> Space:
+    """Return the space of a configuration. global_batch: samples of a step."""
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    return Space(
+        config,
+        world_size,
+        ranks_per_node,
+        global_batch,
+        spec.constraints(args).get("n_layers", 1),
+        has_experts(spec, args),
+    )
+
+
+def global_batch_of(config: JobConfig, world_size: int, tokens: float | None) -> int:
+    """Return the samples of a step: of `tokens`, else of the configuration.
+
+    The samples of `tokens` are rounded to a power of two, which most layouts can share out. A
+    configuration without a global batch has one local batch for each data-parallel rank.
+    """
+    if tokens is not None:
+        samples = max(1.0, tokens / config.training.seq_len)
+        power: int = 2 ** round(math.log2(samples))
+        return power
+    if config.training.global_batch_size > 0:
+        return config.training.global_batch_size
+    section = config.parallelism
+    model_ranks = (
+        section.pipeline_parallel_degree
+        * section.tensor_parallel_degree
+        * section.context_parallel_degree
+    )
+    return config.training.local_batch_size * max(1, world_size // model_ranks)
+
+
+# ---- rules and formulas
+
+
+def screen(
+    space: Space, gpu: Gpu, network: Network, limit_gib: float
+) -> tuple[Found, list[Screened]]:
+    """Enumerate, check and estimate all layouts. Returns the legal ones, the fastest first.
+
+    Layouts far above `limit_gib` are left out. So are those that change settings of the command line.
+    """
+    spec = get_spec(space.config.model.name)
+    args = resolve_args(spec, space.config.model.flavor, space.config.model.args)
+    sizes = sizes_of(spec, args, space.config.training.seq_len)
+    found = Found(space, 0, [], 0, None)
+    counts: Counter[str] = Counter()
+    quoted: dict[str, Problem] = {}
+    legal: list[Screened] = []
+    for layout in (each for mesh in meshes(space) for each in variants(space, mesh)):
+        if not keeps_given_settings(layout, space):
             continue
-        for shard in _divisors(data_ranks):
-            plan = Plan(pp, data_ranks // shard, shard, cp, tp, 1, "none", offload)
-            yield from _batch_sizes(plan, batch)
+        found.num_layouts += 1
+        problems = check_layout(apply(layout, space), space.world_size, spec, args)
+        if problems:
+            name = problems[0].rule or problems[0].key
+            counts[name] += 1
+            quoted.setdefault(name, problems[0])
+            continue
+        screened = Screened(
+            layout,
+            closed_form.memory_gib(layout, sizes, space),
+            closed_form.seconds(layout, sizes, space, gpu, network),
+        )
+        if screened.gib > limit_gib * MEMORY_MARGIN:
+            found.num_too_large += 1
+            if found.smallest is None or screened.gib < found.smallest.gib:
+                found.smallest = screened
+            continue
+        legal.append(screened)
+    found.refusals = [Refusal(name, count, quoted[name]) for name, count in counts.most_common()]
+    return found, sorted(legal, key=rank)
 
 
-def _batch_sizes(plan: Plan, batch: int) -> Iterator[tuple[Plan, int]]:
-    """Yield a layout with each recomputation and number of samples in a micro-batch."""
-    rows = batch // plan.dp
-    micros = [1] if plan.pp > 1 else [size for size in (1, 2, 4, 8) if rows % size == 0]
-    for recompute, micro in product(RECOMPUTATION, micros):
-        if rows // micro >= plan.pp:
-            yield replace(plan, micro=micro, recompute=recompute), rows // micro
+def rank(screened: Screened) -> tuple[float, int, float, float]:
+    """Return the sort key of a layout. Of times equal to two digits, fewer kinds of parallelism win."""
+    layout = screened.layout
+    return float(f"{screened.seconds:.2g}"), layout.num_kinds, screened.seconds, screened.gib
 
 
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+def shortlist(legal: Sequence[Screened], number: int) -> list[Layout]:
+    """Return the first layouts, at most `PER_GROUP` of those with the same degrees."""
+    counts: Counter[object] = Counter()
+    chosen: list[Layout] = []
+    for screened in legal:
+        layout = screened.layout
+        group = layout.pp, layout.cp, layout.tp, layout.expert_tp
+        counts[group] += 1
+        if counts[group] <= PER_GROUP:
+            chosen.append(layout)
+        if len(chosen) == number:
+            break
+    return chosen
 
 
-def _rank(suggestion: Suggestion) -> tuple[float, int, float]:
-    """Return the sort key of a suggestion: the best one is the smallest."""
-    plan = suggestion.plan
-    num_kinds = sum(degree > 1 for degree in (plan.pp, plan.cp, plan.tp))
-    return float(f"{suggestion.seconds:.2g}"), num_kinds, suggestion.seconds
+# ---- dry runs
+
+
+def search(
+    space: Space,
+    gpu: Gpu,
+    cluster: Cluster,
+    max_memory: float,
+    progress: Progress,
+) -> Found:
+    """Find the fastest layouts that fit. max_memory: fraction of the GPU's memory that they may use."""
+    limit = gpu.memory_gib * max_memory
+    network = network_of(gpu, cluster.gpus_per_node, cluster.inter_node_gb_s)
+    found, legal = screen(space, gpu, network, limit)
+    chosen = shortlist(legal, NUM_DRY_RUN)
+    dry_run = set(chosen)
+    rest = [screened for screened in legal if screened.layout not in dry_run]
+    found.num_slower = len(rest)
+    found.slower = rest[0] if rest else None
+    estimates = _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
+    waiting = sorted(
+        (layout for layout, each in estimates.items() if each.gib <= limit),
+        key=lambda layout: estimates[layout].seconds,
+    )[:MAX_FULL]
+    num_fit = 0
+    while waiting and num_fit < NUM_FULL:  # one that does not fit after all is replaced
+        now, waiting = waiting[: NUM_FULL - num_fit], waiting[NUM_FULL - num_fit :]
+        partial = [layout for layout in now if not estimates[layout].is_full]
+        estimates |= _dry_run(partial, space, gpu, cluster, progress, found, is_full=True)
+        num_fit += sum(estimates[layout].gib <= limit for layout in now)
+    for layout in sorted(
+        estimates, key=lambda one: (not estimates[one].is_full, estimates[one].seconds)
+    ):
+        group = found.ranked if estimates[layout].gib <= limit else found.rejected
+        group.append((layout, estimates[layout]))
+    return found
+
+
+def _dry_run(
+    layouts: Sequence[Layout],
+    space: Space,
+    gpu: Gpu,
+    cluster: Cluster,
+    progress: Progress,
+    found: Found,
+    *,
+    is_full: bool,
+) -> dict[Layout, Estimate]:
+    """Return the estimates of layouts. One whose dry run fails is added to `found.failed`."""
+    from torchtitan_like.plan.dry_run import DryRun, record_jobs
+    from torchtitan_like.plan.extend import Depth, all_jobs, estimate
+
+    jobs = list(all_jobs(layouts, space, gpu, is_full=is_full))
+    phase = "full depth" if is_full else "a few layers"
+    started = time.monotonic()
+    runs: dict[Layout, dict[Depth, list[DryRun]]] = {}
+    missing = Counter(layout for layout, _, _ in jobs)
+    estimates: dict[Layout, Estimate] = {}
+    progress(phase, 0, len(jobs), 0.0)
+    for done, (index, run) in enumerate(record_jobs([job for _, _, job in jobs]), start=1):
+        layout, depth, _ = jobs[index]
+        progress(phase, done, len(jobs), time.monotonic() - started)
+        if isinstance(run, RuntimeError):
+            found.failed.setdefault(layout, str(run))
+            continue
+        runs.setdefault(layout, {}).setdefault(depth, []).append(run)
+        missing[layout] -= 1
+        if not missing[layout]:
+            by_depth = dict(sorted(runs.pop(layout).items()))
+            estimates[layout] = estimate(layout, space, by_depth, gpu, cluster)
+    return estimates

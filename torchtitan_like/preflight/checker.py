@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
 from torchtitan_like.config.loader import import_extensions
 from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
-from torchtitan_like.config.rules import broken_rules
+from torchtitan_like.config.rules import Rule, broken_rules
 from torchtitan_like.preflight.context import DeviceType, RunContext, build_context
 from torchtitan_like.preflight.datasets import check_datasets
 from torchtitan_like.preflight.environment import check_nccl, check_torch
@@ -26,6 +27,9 @@ from torchtitan_like.preflight.model import (
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
 from torchtitan_like.preflight.rules import RULES
 from torchtitan_like.preflight.tokenizer import check_tokenizer
+
+if TYPE_CHECKING:
+    from torchtitan_like.models.spec import ModelSpec
 
 
 def load_checked(
@@ -106,6 +110,40 @@ def check(
         if rule.key not in blamed:
             located.append(config.locate(rule.problem(config)))
     return [*(_settle(problem, training) for problem in located), *without_effect(config)]
+
+
+# Sections whose settings differ between the layouts of one run.
+LAYOUT_SECTIONS = ("parallelism", "training", "activation_checkpoint")
+
+
+def _reads_layout(rule: Rule[RunContext]) -> bool:
+    return any(key.split(".")[0] in LAYOUT_SECTIONS for key in (rule.key, *rule.involves))
+
+
+_LAYOUT_RULES = tuple(rule for rule in RULES if _reads_layout(rule))
+
+
+def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any) -> list[Problem]:
+    """Return the errors of another layout of a configuration that `check` has accepted.
+
+    Only what depends on `LAYOUT_SECTIONS` is checked, for GPUs. So it takes a millisecond, and
+    reads no files.
+    """
+    run = build_context(config, world_size, spec, args, "cuda")
+    problems = list(check_degrees(run))
+    problems += [rule.problem(run) for rule in broken_rules(_LAYOUT_RULES, run)]
+    problems += check_pipeline(run)
+    problems += check_host_memory(run)
+    for name in LAYOUT_SECTIONS:
+        section = getattr(config, name)
+        problems += [
+            replace(rule.problem(section), key=f"{name}.{rule.key}")
+            for rule in broken_rules(type(section).rules, section)
+        ]
+    refused = [problem for problem in problems if problem.severity == "error"]
+    # Training refuses too few micro-batches, which a file may leave to the command of the run.
+    refused += [problem for problem in check_pipeline(run) if problem.severity == "training_error"]
+    return [config.locate(problem) for problem in refused]
 
 
 def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -286,6 +287,7 @@ def build_context(
     )
 
 
+@functools.cache
 def installed_torch_release() -> tuple[int, ...]:
     """Return (2, 13) for torch 2.13.0+cpu, from the metadata of the installed package."""
     return tuple(int(part) for part in metadata.version("torch").split(".")[:2])

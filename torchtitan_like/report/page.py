@@ -24,7 +24,7 @@ from torchtitan_like.report.figures import draw
 from torchtitan_like.report.goodput import CLASSES
 from torchtitan_like.report.history import History
 from torchtitan_like.report.recorded import as_time
-from torchtitan_like.report.summary import compare, summarize
+from torchtitan_like.report.summary import compare, plan_event, summarize
 from torchtitan_like.report.tolerant import Row
 from torchtitan_like.util.run_directory import describe_error
 from torchtitan_like.util.units import format_bytes, format_duration
@@ -367,6 +367,7 @@ def _comparison(histories: Sequence[History]) -> str:
 
 def _details(history: History) -> Iterable[tuple[str, str]]:
     yield "Attempts", _attempts(history)
+    yield "Plan", _plan(history)
     yield "Last error", _last_error(history)
     yield "Warnings", _warnings(history)
     yield "Events", _events(history)
@@ -461,6 +462,24 @@ def _events(history: History) -> str:
         _table(["event", "step", "time (UTC)", "detail"], rows)
         + f"<p>Not on the curves: {hidden}, and events without a step.</p>"
     )
+
+
+def _plan(history: History) -> str:
+    """Return the newest comparison of predicted with measured memory and time, on rank 0."""
+    event = plan_event(history)
+    if event is None:
+        return ""
+    rows = []
+    for name, unit, planned, measured in (
+        ("reserved memory", "GiB", "planned_reserved_gib", "reserved_gib"),
+        ("step time", "s", "planned_step_s", "step_s"),
+    ):
+        before, after = as_time(event.get(planned)), as_time(event.get(measured))
+        share = _signed_percent(after / before - 1) if before and after is not None else ""
+        rows.append([f"{name}, {unit}", _number(before), _number(after), share])
+    head = ["on rank 0", "planned", "measured", "measured - planned"]
+    where = f"<p>Planned for {escape(str(event.get('gpu')))}.</p>"
+    return _table(head, rows) + where
 
 
 def _checkpoints(history: History) -> str:
@@ -586,6 +605,10 @@ def _number(value: float | None) -> str:
 
 def _of(value: float | None, total: float | None) -> str:
     return _number(value) if total is None else f"{_number(value)} of {_number(total)}"
+
+
+def _signed_percent(share: float) -> str:
+    return f"{100 * share:+.1f} %"
 
 
 def _percent(share: float) -> str:

@@ -19,6 +19,7 @@ from torchtitan_like.report.history import (
     validation_sets,
 )
 from torchtitan_like.report.tolerant import Floats
+from torchtitan_like.util.plan_file import EVENT as PLAN_EVENT
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the shortest run, where losses are compared
 # Key of metrics.jsonl -> how a run's value follows from the values of its log steps.
@@ -94,11 +95,17 @@ def summarize(history: History) -> dict[str, Any]:
         ],
         "num_events": dict(Counter(str(event["event"]) for event in history.events)),
         "events": history.events,
+        "plan": plan_event(history),
         "checkpoints": [asdict(checkpoint) for checkpoint in run.checkpoints],
         "evals": run.evals,
         "num_clock_jumps": goodput.num_clock_jumps,
         "problems": run.problems,
     }
+
+
+def plan_event(history: History) -> dict[str, Any] | None:
+    """Return the newest comparison with the plan of the configuration; None without one."""
+    return next((e for e in reversed(history.events) if e["event"] == PLAN_EVENT), None)
 
 
 def compare(histories: Sequence[History]) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     validation.jsonl       one row per validation
     eval.jsonl             one row per checkpoint, task and metric of `titan eval`
     events.jsonl           checkpoints, spikes, stops
+    plan.json              predicted memory and step time, to compare the run with
     exit.json              reason, code and step of the end; absent while a run is alive
     slurm.json             starts of a Slurm job in a row without a new checkpoint
     SAVE, EXPORT, KILL     switch files: create one to send a request to the run

@@ -97,6 +97,8 @@ def run_python(words: list[str], folder: Path, **env: str) -> str:
 TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
+    "plan search",  # tests/integration/test_plan_search.py
+    "plan compare",  # tests/unit/cli/test_plan_compare.py
     "run report",
     "run plot",
     "run trace",
@@ -154,8 +156,9 @@ WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
-    *("run stop", "eval", "node bench", "slurm init", "slurm watchdog"),
+    *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
 )
+PRINTING_OF_PLANS = ("plan compare",)  # needs a run with a plan
 FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
     "free space. Send the output elsewhere.\n"
@@ -182,7 +185,7 @@ def printing_words() -> list[str]:
 
 def test_every_command_prints_or_writes() -> None:
     names = [command.name for command in cli.executable_commands()]
-    assert sorted([*PRINTING, *WRITING]) == sorted(names)
+    assert sorted([*PRINTING, *WRITING, *PRINTING_OF_PLANS]) == sorted(names)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.cli import main as titan
+from torchtitan_like.util.plan_file import read_plan
+from torchtitan_like.util.units import GIB
 
 DEBUG = "debug_model.toml"
 
@@ -17,15 +19,13 @@ DEBUG = "debug_model.toml"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--params is missing"),
-        (["--params", "8e9"], "--gpus is missing"),
+        ([], "CONFIG is missing"),
+        (["--world-size", "2"], "CONFIG is missing"),
         ([DEBUG], "--world-size is missing"),
-        ([DEBUG, "--world-size", "2", "--params", "8e9"], "--params does not belong"),
-        (["--params", "8e9", "--gpus", "8", "--world-size", "8"], "--world-size does not belong"),
-        (["--params", "8e9", "--gpus", "8", "--training.steps", "8"], "--training.steps does not"),
         ([DEBUG, "--world-size", "2", "--gpu", "h99"], "there is no GPU 'h99'"),
         ([DEBUG, "--world-size", "2", "--cluster", "dgx"], "there is no cluster 'dgx'"),
         ([DEBUG, "--world-size", "2", "--rank-of-stage", "1"], "a pipeline rank from 0 to 0"),
+        ([DEBUG, "--world-size", "2", "--rank-of-stage", "0", "-o", "x"], "a plan of all stages"),
     ],
 )
 def test_wrong_arguments_return_2(
@@ -47,6 +47,7 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     tiny.write_text(shipped.read_text().replace("memory_gib = 79.1", "memory_gib = 2.1"))
     words = [DEBUG, "--world-size", "4", "--parallelism.pipeline_parallel_degree", "2", "--json"]
     command = [sys.executable, "-m", "torchtitan_like", "plan", *words, "--gpu", str(tiny)]
+    command += ["-o", str(tmp_path / "debug.plan.json")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     plan = json.loads(result.stdout)
@@ -65,3 +66,9 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     assert {"matrix products", "optimizer", "bubble"} <= time["parts"].keys()
     assert time["cluster"] == "default"
     assert any("unvalidated" in note for note in time["notes"])
+    written = read_plan(tmp_path / "debug.plan.json")
+    assert written.gpu == "tiny" and written.step_seconds == time["seconds"]
+    assert written.reserved * GIB == plan["ranks"][0]["reserved"]
+    assert written.fullest > written.reserved > written.active > 0
+    assert written.settings["parallelism.pipeline_parallel_degree"] == 2
+    assert written.settings["world_size"] == 4

@@ -1,0 +1,189 @@
+"""The formulas that screen layouts, compared with real blocks, published runs and each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.harness.rank_pool import run_ranks
+from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.plan.closed_form import (
+    Network,
+    Sizes,
+    bytes_per_token,
+    memory_gib,
+    seconds,
+    sizes_of,
+)
+from torchtitan_like.plan.gpus import load_gpu
+from torchtitan_like.plan.layouts import Layout, Pipeline, Space
+from torchtitan_like.plan.search import screen, space_of
+from torchtitan_like.preflight import load_checked
+
+CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
+SEQ = 64
+SIZES = {
+    "dim": 128,
+    "n_layers": 1,
+    "n_heads": 8,
+    "n_kv_heads": 4,
+    "vocab_size": 64,
+    "multiple_of": 64,
+    "max_seq_len": SEQ,
+}
+FSDP_8 = Layout(1, 1, 8, 1, 1, 1, None, 1, 1, "none", True)
+NETWORK = Network(360e9, 40e9, 8)
+GPU = load_gpu("h100-80g")
+
+
+def space(world_size: int, batch: int, name: str = "llama3_8b", *settings: str) -> Space:
+    argv = ["--job.config_file", str(CONFIGS / f"{name}.toml"), *settings]
+    config, _ = load_checked(argv, None, training=False, device_type="cuda")
+    return space_of(config, world_size, 8, batch)
+
+
+def sizes(flavor: str = "8B") -> Sizes:
+    spec = get_spec("llama3")
+    return sizes_of(spec, resolve_args(spec, flavor, {}), 8192)
+
+
+def saved_bytes(tp: int) -> float:
+    """Return the bytes per token that one bfloat16 block saves for backward.
+
+    Weights and rotary tables do not count.
+    """
+    spec = get_spec("llama3")
+    with torch.device("meta"):
+        model = spec.build(resolve_args(spec, "debugmodel", SIZES)).to(torch.bfloat16)
+    if tp > 1:
+        apply_tensor_parallel(model, spec, init_device_mesh("cpu", (tp,)), sequence_parallel=True)
+    model.to_empty(device="cpu").init_buffers(torch.device("cpu"))
+    for parameter in model.parameters():
+        torch.nn.init.ones_(getattr(parameter, "_local_tensor", parameter))
+    tensors = [getattr(p, "_local_tensor", p) for p in model.parameters()] + list(model.buffers())
+    excluded = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    saved: dict[int, torch.Tensor] = {}
+
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in excluded:
+            saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    x = torch.randn(1, SEQ // tp, SIZES["dim"], dtype=torch.bfloat16, requires_grad=True)
+    (block,) = model.layers.values()
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        block(x)
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / SEQ
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_bytes_per_token_equal_a_real_block(tp: int) -> None:
+    spec = get_spec("llama3")
+    tiny = sizes_of(spec, resolve_args(spec, "debugmodel", SIZES), SEQ)
+    # The sizes are derived from the number of parameters, which counts the weights of two norms.
+    tiny = replace(tiny, ffn_dim=resolve_args(spec, "debugmodel", SIZES).ffn_dim)
+    assert run_ranks(saved_bytes, tp, tp) == [bytes_per_token(tiny, tp)] * tp
+
+
+@pytest.mark.parametrize("flavor", ["8B", "70B", "405B"])
+def test_sizes_are_those_of_the_model(flavor: str) -> None:
+    spec = get_spec("llama3")
+    args = resolve_args(spec, flavor, {})
+    found = sizes(flavor)
+    assert found.params == pytest.approx(spec.num_params(args), rel=1e-9)
+    assert found.ffn_dim == pytest.approx(args.ffn_dim, rel=1e-3)
+    assert (found.q_dim, found.kv_dim) == (args.dim, args.num_kv_heads * args.head_dim)
+    assert found.block_experts == 0
+
+
+def test_the_experts_of_a_mixture_are_divided_from_the_rest() -> None:
+    spec = get_spec("qwen3")
+    args = resolve_args(spec, "30B-A3B", {})
+    found = sizes_of(spec, args, 4096)
+    assert found.block_experts == 128 * 3 * 2048 * 768
+    # 8 experts of 768 hidden units process a token.
+    assert found.ffn_dim == pytest.approx(8 * 768, rel=0.05)
+
+
+def test_memory_is_near_a_published_run() -> None:
+    """TorchTitan logged 47.4 to 49.7 GiB with every second layer recomputed (8B, 8 H100, FSDP)."""
+    given = space(8, 8, "llama3_8b", "--loss.chunk_mib=0")
+    assert memory_gib(replace(FSDP_8, recompute="every n"), sizes(), given) == pytest.approx(
+        48.3, rel=0.15
+    )
+
+
+# Of `titan plan`: reserved GiB (docs/guides/planning.md).
+@pytest.mark.parametrize(
+    ("tp", "chunk_mib", "reserved"), [(1, 256, 38.86), (1, 0, 44.49), (2, 256, 30.53)]
+)
+def test_memory_is_near_dry_runs_that_equal_a_gpu(tp: int, chunk_mib: int, reserved: float) -> None:
+    given = space(8, 8, "llama3_8b", f"--loss.chunk_mib={chunk_mib}")
+    layout = replace(FSDP_8, recompute="op", tp=tp, shard=8 // tp)
+    assert memory_gib(layout, sizes(), given) == pytest.approx(reserved, rel=0.25)
+
+
+def test_memory_follows_the_degrees() -> None:
+    given, model = space(16, 16), sizes()
+
+    def gib(**changes: object) -> float:
+        return memory_gib(replace(FSDP_8, **changes), model, given)
+
+    states = 16 * model.params / 2**30
+    assert gib(shard=4) - gib(shard=8) == pytest.approx(states / 8, rel=0.01)
+    assert gib(micro_batch=2) > gib() > gib(recompute="op") > gib(recompute="full")
+    assert gib(frees_weights=False) > gib()
+    stages = {"pp": 2, "shard": 4, "num_micro": 8, "frees_weights": False}
+    single = gib(pipeline=Pipeline("1F1B", 1), **stages)
+    assert gib(pipeline=Pipeline("Interleaved1F1B", 2), **stages) > single
+
+
+def test_time_follows_the_layout() -> None:
+    given, model = space(16, 64), sizes()
+
+    def time(**changes: object) -> float:
+        layout = replace(FSDP_8, **{"shard": 16, "num_micro": 4, **changes})
+        return seconds(layout, model, given, GPU, NETWORK)
+
+    computing = model.flops_per_token * 64 * 8192 / 16 / (989.4e12 * 0.6)
+    assert time() >= computing
+    assert time(recompute="full") > time(recompute="op") > time()
+    pipeline = {"pp": 4, "shard": 4, "num_micro": 16, "frees_weights": False}
+    bubbles = [
+        seconds(replace(FSDP_8, pipeline=kind, **pipeline), model, given, GPU, NETWORK)
+        for kind in (
+            Pipeline("1F1B", 1),
+            Pipeline("Interleaved1F1B", 2),
+            Pipeline("ZBVZeroBubble", 2),
+        )
+    ]
+    assert bubbles[1] > bubbles[2], "both have eight stages, which divide the layers unevenly"
+
+
+def test_groups_share_the_network_of_a_node() -> None:
+    network = Network(inside=360.0, between=40.0, ranks_per_node=8)
+    assert network.bandwidth(8, 1) == network.bandwidth(2, 4) == 360
+    assert network.bandwidth(16, 1) == 320  # one ring uses all cards
+    assert network.bandwidth(2, 8) == 40  # eight rings share them
+    assert network.bandwidth(8, 2) == 160
+
+
+@pytest.mark.parametrize(
+    ("world_size", "batch", "settings", "first"),
+    [
+        (1, 8, ("--model.flavor=1B",), "one GPU"),
+        (8, 64, ("--model.flavor=1B",), "DDP 8"),
+        (8, 64, (), "FSDP 8"),
+    ],
+)
+def test_the_first_layout(
+    world_size: int, batch: int, settings: tuple[str, ...], first: str
+) -> None:
+    given = space(world_size, batch, "llama3_8b", *settings)
+    _, legal = screen(given, GPU, NETWORK, 0.92 * GPU.memory_gib / 1.25)
+    assert legal[0].layout.name == first

@@ -1,0 +1,112 @@
+"""`titan plan compare`: predicted and measured memory and step time of a run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan_like.cli.common import FAILED, add_json_flag, print_json, run_report
+from torchtitan_like.util.output import show_error
+
+if TYPE_CHECKING:
+    from torchtitan_like.report.recorded import RecordedRun
+    from torchtitan_like.util.plan_file import Measured
+
+OFF = 1
+EXAMPLE = "titan plan compare outputs/llama3_8b"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the folder of a run (job.dump_folder)"
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a plan file, written by titan plan -o (default: RUN/plan.json)",
+    )
+    add_json_flag(parser)
+    parser.epilog = (
+        "Compares memory and step time of rank 0, from the newest attempt. A run does so itself if\n"
+        "X.plan.json is next to its X.toml. Reads files only. Returns 0 if all are within 10 % of\n"
+        "the plan, 1 if not, and 2 if there is no plan of this configuration, or nothing to compare.\n\n"
+        f"example: {EXAMPLE}"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the comparison. Returns the exit code."""
+    return run_report(lambda: _compare(arguments))
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.recorded import read_run
+    from torchtitan_like.util.plan_file import (
+        PLAN,
+        TOLERANCE,
+        describe_differences,
+        deviations,
+        differences,
+        event_fields,
+        read_plan,
+        settings_of,
+    )
+    from torchtitan_like.util.run_directory import read_config
+
+    folder: Path = arguments.run
+    recorded = read_run(folder)
+    if not recorded.attempts:
+        raise ValueError(f"{folder} has no attempts. Expected a run that has trained: name another")
+    num_ranks = recorded.attempts[-1].num_ranks or 1
+    path: Path = arguments.plan or folder / PLAN
+    if not path.exists():
+        raise ValueError(
+            f"there is no plan {path}. Expected a plan file: write it with `titan plan "
+            f"{folder}/config.toml --world-size {num_ranks} -o {folder / PLAN}`"
+        )
+    plan = read_plan(path)
+    if found := differences(plan, settings_of(read_config(folder), num_ranks)):
+        show_error(describe_differences(path, found))
+        return FAILED
+    measured = _measured(recorded)
+    compared = deviations(plan, measured)
+    if not compared:
+        show_error(
+            f"{folder} has no measurement to compare. Expected a log line after step 10 of the "
+            "newest attempt: train for longer, or lower metrics.log_freq"
+        )
+        return FAILED
+    if arguments.json:
+        print_json(event_fields(plan, measured))
+    else:
+        print(f"Plan for {plan.gpu} ({path})")
+        print("\n".join(map(str, compared)))
+        if measured.reserved is None:
+            print("Memory is not compared: the run did not measure a GPU's allocator")
+    return OFF if any(abs(each.share) > TOLERANCE for each in compared) else 0
+
+
+def _measured(recorded: RecordedRun) -> Measured:
+    """Return the memory at the first log line from step 3 on, and the median time from step 10 on."""
+    import numpy as np
+
+    from torchtitan_like.util.plan_file import MEMORY_STEP, TIME_STEP, Measured
+
+    attempt = recorded.attempts[-1]
+    metrics = recorded.metrics
+    steps = metrics.get("step") - float(attempt.started.get("step") or 0)
+    is_log_step = np.isfinite(metrics.get("step_s"))
+    try:
+        has_gpu = bool(json.loads(attempt.environment.get("facts.json", "{}")).get("gpus"))
+    except (AttributeError, ValueError):
+        has_gpu = False
+    memory = metrics.get("memory_gib")[is_log_step & (steps >= MEMORY_STEP)]
+    times = metrics.get("step_s")[is_log_step & (steps >= TIME_STEP)]
+    return Measured(
+        float(memory[0]) if has_gpu and len(memory) else None,
+        float(np.median(times)) if len(times) else None,
+    )

@@ -1,0 +1,102 @@
+"""Compare a run with the plan file of its configuration, once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.rows import Row
+from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.plan_file import (
+    EVENT,
+    MEMORY_STEP,
+    PLAN,
+    TIME_STEP,
+    TOLERANCE,
+    Measured,
+    PlanFile,
+    beside,
+    describe_differences,
+    deviations,
+    differences,
+    event_fields,
+    read_plan,
+    write_plan,
+)
+
+
+class PlanCheck:
+    """Writes the event `plan` at the first log line after enough steps of this attempt.
+
+    first_step: of this attempt. measures_memory: whether rows have the memory of a GPU's allocator.
+    """
+
+    def __init__(
+        self,
+        plan: PlanFile,
+        write_event: Callable[..., None],
+        first_step: int,
+        *,
+        measures_memory: bool,
+    ) -> None:
+        self._plan = plan
+        self._write_event = write_event
+        self._skipped = first_step - 1
+        self._measures_memory = measures_memory
+        self._memory: float | None = None
+        self._is_done = False
+
+    def observe(self, rows: Sequence[Row]) -> None:
+        """Read the rows of log steps."""
+        for row in rows:
+            if self._is_done or "step_s" not in row:
+                continue
+            step = row["step"] - self._skipped
+            if step >= MEMORY_STEP and self._memory is None and self._measures_memory:
+                self._memory = row["memory_gib"]
+            if step >= TIME_STEP:
+                self._is_done = True
+                self._report(row["step"], Measured(self._memory, row["step_s"]))
+
+    def _report(self, step: int, measured: Measured) -> None:
+        self._write_event(EVENT, step=step, **event_fields(self._plan, measured))
+        compared = deviations(self._plan, measured)
+        if any(abs(each.share) > TOLERANCE for each in compared):
+            logger.warning(
+                f"This run is not as planned for {self._plan.gpu}: "
+                f"{'; '.join(map(str, compared))}. `titan plan compare` shows both"
+            )
+
+
+def find_plan(
+    run: Path, config_file: str | None, settings: dict[str, Any], failures: WriteFailures
+) -> PlanFile | None:
+    """Return the plan of this configuration; None without one.
+
+    A plan next to the TOML file is copied into the run directory. A plan of another configuration,
+    or a file that is no plan, is logged as a warning.
+    """
+    candidates = [run / PLAN]
+    if config_file:
+        candidates.append(beside(Path(config_file)))
+    messages = []
+    for path in candidates:
+        try:
+            plan = read_plan(path)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError) as error:
+            messages.append(f"The plan {path} cannot be read: {error}")
+            continue
+        if found := differences(plan, settings):
+            messages.append(describe_differences(path, found))
+            continue
+        if path != run / PLAN:
+            with failures.recording(run / PLAN):
+                write_plan(run / PLAN, plan)
+        return plan
+    for message in messages:
+        logger.warning(message)
+    return None

@@ -1,0 +1,284 @@
+"""Memory and time of a layout by formulas, to choose the layouts that are worth a dry run.
+
+Both only screen: memory with a margin, time to order the layouts. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torchtitan_like.config import JobConfig
+from torchtitan_like.distributed.stages import SCHEDULES
+from torchtitan_like.models.spec import ModelSpec
+from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.layouts import Layout, Recompute, Space
+from torchtitan_like.util.units import GIB, MIB
+
+# Float32 weight, gradient and the two averages of Adam. A bfloat16 copy of the weight is gathered
+# for computing.
+BYTES_KEPT = 16
+BYTES_GATHERED = 2
+BYTES_REDUCED = 4  # of a whole gradient on its way to the shards, float32
+# Work of recomputation as a share of forward and backward. "op" recomputes every second matrix
+# product and what needs no matrix product; "every n" is taken as every second block.
+RECOMPUTED: Mapping[Recompute, float] = {
+    "none": 0.0,
+    "op": 1 / 8,
+    "every n": 1 / 6,
+    "full": 1 / 3,
+    "as given": 1 / 6,
+}
+# Shares that kernels and collectives reach of the data sheet. They only order layouts.
+COMPUTE_REACHED = 0.6
+NETWORK_REACHED = 0.8
+NODE_GB_S_PER_GPU = 50.0  # one 400 Gbit/s card for each GPU
+EXPOSED = 0.1  # share of the data-parallel traffic that never overlaps with computing
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a decoder. Parameters of a block are divided into experts and all others.
+
+    q_dim, kv_dim: width of all queries and of all keys. ffn_dim: hidden units that process a token.
+    embedding: parameters of the embedding; the head has as many, or is the same tensor if
+    `is_tied`. flops_per_token: forward and backward.
+    """
+
+    layers: int
+    dim: int
+    q_dim: int
+    kv_dim: int
+    heads: int
+    ffn_dim: float
+    vocab: int
+    embedding: int
+    is_tied: bool
+    block: float
+    block_experts: float
+    flops_per_token: float
+
+    @property
+    def params(self) -> float:
+        return self.layers * self.block + self.embedding * (1 if self.is_tied else 2)
+
+
+def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
+    """Return the sizes of a model. What it does not state is estimated from its parameters."""
+    limits = spec.constraints(args)
+    layers = limits.get("n_layers", 1)
+    total = spec.num_params(args)
+    active = spec.num_active_params(args) if spec.num_active_params else total
+    dim = int(getattr(args, "dim", 0)) or max(1, round((total / 12 / layers) ** 0.5))
+    heads = limits.get("n_heads", max(1, dim // 128))
+    head_dim = int(getattr(args, "head_dim", 0)) or dim // heads
+    vocab = limits.get("vocab_size", 0)
+    embedding = vocab * dim
+    is_tied = bool(spec.tied(args))
+    outside = embedding * (1 if is_tied else 2)
+    block = max(0.0, (total - outside) / layers)
+    block_active = max(0.0, (active - outside) / layers)
+    experts = 3.0 * dim * limits.get("n_experts", 0) * limits.get("expert_hidden_dim", 0)
+    q_dim, kv_dim = heads * head_dim, limits.get("n_kv_heads", heads) * head_dim
+    attention = dim * (2 * q_dim + 2 * kv_dim)
+    return Sizes(
+        layers=layers,
+        dim=dim,
+        q_dim=q_dim,
+        kv_dim=kv_dim,
+        heads=heads,
+        ffn_dim=max(0.0, (block_active - attention) / (3 * dim)),
+        vocab=vocab,
+        embedding=embedding,
+        is_tied=is_tied,
+        block=block,
+        block_experts=min(experts, block),
+        flops_per_token=spec.flops_per_token(args, seq_len),
+    )
+
+
+# ---- memory
+
+
+def bytes_per_token(sizes: Sizes, tp: int = 1, cp: int = 1) -> float:
+    """Return the bytes that one layer keeps for its backward per token of a rank, in bfloat16.
+
+    Assumes fused norms and attention. Tensor parallelism shards: the residual stream (twice),
+    queries and the output of attention, keys and values, four times the feed-forward width, and a
+    float32 for each head (log-sum-exp of attention) and each norm. It does not shard the outputs of
+    the two norms, which are gathered. Context parallelism adds the gathered keys and values of all
+    ranks. A test measures these bytes.
+    """
+    widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + 4 * sizes.ffn_dim
+    return (2 * widths + 4 * sizes.heads + 8) / tp + 2 * 2 * sizes.dim
+
+
+def kept_bytes_per_token(sizes: Sizes, layout: Layout) -> float:
+    """Return the bytes that a layer keeps per token with the layout's recomputation."""
+    every = bytes_per_token(sizes, layout.tp, layout.cp)
+    block_input = 2 * sizes.dim / layout.tp
+    products = sizes.q_dim + 2 * sizes.kv_dim + 2 * sizes.dim + 2 * sizes.ffn_dim
+    kept: dict[Recompute, float] = {
+        "none": every,
+        # The output of attention, and of every second matrix product.
+        "op": block_input + 2 * (sizes.q_dim + products / 2) / layout.tp,
+        "full": block_input,
+    }
+    return kept.get(layout.recompute, (every + block_input) / 2)
+
+
+def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
+    """Return an estimate of the bytes that the allocator of the fullest rank reserves, GiB."""
+    shards = layout.shard * layout.cp
+    layers = space.num_slots / layout.pp if layout.pp > 1 else sizes.layers
+    dense, experts = sizes.block - sizes.block_experts, sizes.block_experts
+    block = dense / layout.tp + experts / layout.expert_tp
+    ends = sizes.params - sizes.layers * sizes.block if layout.pp == 1 else sizes.embedding
+    stage = layers * sizes.block / layout.tp + ends / layout.tp
+    states = BYTES_KEPT * stage / shards
+    whole = layers * block + ends / layout.tp
+    if shards == 1:
+        gathered = BYTES_GATHERED * whole
+    elif not layout.frees_weights:
+        gathered = BYTES_GATHERED * whole + (BYTES_REDUCED * whole if layout.pp > 1 else 0)
+    else:  # two groups of weights, and the whole gradient of one in both dtypes
+        largest = max(block, sizes.embedding / layout.tp)
+        gathered = (3 * BYTES_GATHERED + BYTES_REDUCED) * largest
+        gathered += BYTES_REDUCED * whole if layout.pp > 1 else 0
+    tokens = layout.micro_batch * space.config.training.seq_len / layout.cp
+    kept = kept_bytes_per_token(sizes, layout)
+    activations = tokens * layers * kept * _in_flight(layout)
+    one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp)
+    return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
+
+
+def _in_flight(layout: Layout) -> float:
+    """Return how many micro-batches the first rank keeps for all of its layers."""
+    if layout.pipeline is None:
+        return 1.0
+    number = layout.pipeline.stages_per_rank
+    if number == 1:
+        return min(layout.num_micro, layout.pp)
+    if SCHEDULES[layout.pipeline.schedule].is_v_shaped:
+        return min(layout.num_micro, layout.pp + 1)
+    # Warm-up of Megatron's interleaved schedule (arXiv:2104.04473, section 2.2), in whole layers.
+    return min(layout.num_micro, ((number + 1) * layout.pp - 1) / number)
+
+
+def _loss_bytes(sizes: Sizes, layout: Layout, space: Space) -> float:
+    """Return the bytes of logits: bfloat16, float32, and the gradient of these."""
+    tokens = layout.micro_batch * space.config.training.seq_len / layout.cp
+    logits = tokens * sizes.vocab / layout.tp
+    chunk = space.config.loss.chunk_mib * MIB
+    return 10 * logits if chunk == 0 else min(10 * logits, 3 * chunk)
+
+
+# ---- time
+
+
+@dataclass(frozen=True)
+class Network:
+    """Bandwidth of a GPU's links, bytes/s per direction. ranks_per_node: GPUs of a node."""
+
+    inside: float
+    between: float
+    ranks_per_node: int
+
+    def bandwidth(self, members: int, stride: int) -> float:
+        """Return the bytes/s at which each rank of a group sends; its ranks are `stride` apart.
+
+        All groups of a node share its network cards: a group with k ranks on a node of n has k/n.
+        """
+        if members * stride <= self.ranks_per_node:
+            return self.inside
+        return min(self.inside, self.between * max(1, self.ranks_per_node // stride))
+
+
+def network_of(gpu: Gpu, ranks_per_node: int, node_gb_s: float = NODE_GB_S_PER_GPU) -> Network:
+    """Return the network of nodes with these GPUs."""
+    reached = NETWORK_REACHED * GB
+    return Network(gpu.link_gb_s * reached, node_gb_s * reached, ranks_per_node)
+
+
+def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Network) -> float:
+    """Return the estimated seconds of a step.
+
+    Computing, the bubble and the imbalance of a pipeline, and the traffic that does not overlap.
+    Raises ValueError if the GPU states no peak for the dtype.
+    """
+    config = space.config
+    tokens = space.global_batch * config.training.seq_len
+    flops = sizes.flops_per_token * tokens * (1 + RECOMPUTED[layout.recompute])
+    peak = _peak_flops(config, gpu)
+    computing = flops / (peak * COMPUTE_REACHED) / space.world_size
+    traffic = _traffic(layout, sizes, space, network)
+    hideable = traffic["data"]
+    exposed = EXPOSED * hideable + max(0.0, (1 - EXPOSED) * hideable - computing)
+    exposed += traffic["layers"] + traffic["stages"]
+    return (computing + exposed) * _pipeline_factor(layout, space)
+
+
+def _peak_flops(config: JobConfig, gpu: Gpu) -> float:
+    """Return the peak FLOP/s of matrix products. Raises ValueError if the GPU states none."""
+    dtype = config.training.mixed_precision_param
+    if dtype not in gpu.peak_tflops:
+        raise ValueError(
+            f"{gpu.name} has no peak for {dtype}. Expected {dtype} in [peak_tflops]: add it to the "
+            "description of the GPU"
+        )
+    return gpu.peak_tflops[dtype] * 1e12
+
+
+def _pipeline_factor(layout: Layout, space: Space) -> float:
+    """Return the time of a pipeline as a multiple of the time without bubble and imbalance.
+
+    Bubbles: (p - 1)/(v m) of the rest (arXiv:2104.04473, section 2.2). Schedules that split the
+    backward fill two thirds of it (arXiv:2401.10241).
+    """
+    if layout.pipeline is None:
+        return 1.0
+    bubble = (layout.pp - 1) / layout.pipeline.stages_per_rank / layout.num_micro
+    if SCHEDULES[layout.pipeline.schedule].splits_backward:
+        bubble /= 3
+    slots = layout.num_stages * math.ceil(space.num_slots / layout.num_stages)
+    return (1 + bubble) * slots / space.num_slots
+
+
+def _traffic(layout: Layout, sizes: Sizes, space: Space, network: Network) -> dict[str, float]:
+    """Return the seconds of traffic in a step: of data parallelism, within layers, between stages."""
+
+    def ring(nbytes: float, members: int, stride: int) -> float:
+        """Return the seconds of an all-gather or reduce-scatter: a rank sends (n - 1)/n of it."""
+        if members == 1:
+            return 0.0
+        return nbytes * (members - 1) / members / network.bandwidth(members, stride)
+
+    shards = layout.shard * layout.cp
+    dense = (sizes.params - sizes.layers * sizes.block_experts) / layout.tp
+    params = (dense + sizes.layers * sizes.block_experts / layout.expert_tp) / layout.pp
+    # Weights are gathered for forward, and for backward if they were freed. Gradients are scattered
+    # in each backward, with a pipeline in the last one.
+    gathers = layout.num_micro * (2 if layout.frees_weights else 1)
+    if layout.pipeline is not None and not layout.frees_weights:
+        gathers = 1
+    scatters = 1 if layout.pipeline is not None else layout.num_micro
+    sharding = (gathers * BYTES_GATHERED + scatters * BYTES_REDUCED) * params
+    data = ring(sharding, shards, layout.tp)
+    data += 2 * ring(BYTES_REDUCED * params / shards, layout.replicate, shards * layout.tp)
+
+    activation = 2 * layout.micro_batch * space.config.training.seq_len / layout.cp * sizes.dim
+    layers = layout.num_micro * sizes.layers / layout.pp
+    # Two gathers and two scatters of the residual stream in forward, as many in backward, and the
+    # forward's once more if it is recomputed.
+    per_layer = (8 if layout.recompute in ("none", "op") else 12) * ring(activation, layout.tp, 1)
+    keys = 2 * layout.micro_batch * space.config.training.seq_len * 2 * sizes.kv_dim / layout.tp
+    per_layer += 2 * ring(keys, layout.cp, layout.tp)
+    stages = 0.0
+    if layout.pipeline is not None:
+        messages = layout.num_micro * 2 * layout.pipeline.stages_per_rank
+        stride = space.world_size // layout.pp
+        stages = messages * activation / layout.tp / network.bandwidth(2, stride)
+    return {"data": data, "layers": layers * per_layer, "stages": stages}
