@@ -184,7 +184,13 @@ def test_validation_with_averaged_weights_leaves_the_run_unchanged(tmp_path):
     assert metric_rows(tmp_path / "true") == metric_rows(tmp_path / "false")
 
 
-MOVES = [(2, {}), (2, {dense.TP: 2}), (2, dense.pipeline("1F1B")), (4, {dense.REPLICATE: 2}), (1, {})]
+MOVES = [
+    (2, {}),
+    (2, {dense.TP: 2}),
+    (2, dense.pipeline("1F1B")),
+    (4, {dense.REPLICATE: 2}),
+    (1, {}),
+]
 
 
 @pytest.mark.nightly

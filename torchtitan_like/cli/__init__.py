@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -338,7 +339,7 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
             target = settings if is_setting else own
             if not is_setting:
                 word = name.replace("_", "-") + equals + value
-        elif word == "-h":
+        elif re.fullmatch("-[a-z]", word):  # a short option such as -h or -o; -1 is a value
             target = own
         target.append(word)
     arguments, unknown = parser.parse_known_args(own)
