@@ -59,6 +59,7 @@ def test_ctrl_c_ends_a_search_and_its_children(tmp_path: Path) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        cwd=tmp_path,
         start_new_session=True,
         preexec_fn=listen_to_signals,
     )
@@ -69,7 +70,8 @@ def test_ctrl_c_ends_a_search_and_its_children(tmp_path: Path) -> None:
     time.sleep(1)  # the first dry runs have begun
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130
+    # Python ends itself with the signal if that interrupted `exec`. A shell shows 130 for both.
+    assert process.returncode in (130, -signal.SIGINT)
     assert errors.endswith("Interrupted: no layout is written\n") and "Traceback" not in errors
     assert not best.exists()
     with pytest.raises(ProcessLookupError):
