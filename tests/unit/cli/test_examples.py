@@ -330,7 +330,8 @@ def test_data_train_tokenizer(folder: Path) -> None:
 
 def test_plan(tmp_path: Path) -> None:
     output = run_example("plan", tmp_path)
-    assert "= reserved by the allocator" in output and output.rstrip().endswith(": fits")
+    assert "= reserved by the allocator" in output and ": fits\n" in output
+    assert "a step, " in output and "tokens/s of each GPU" in output
 
 
 def test_draw(tmp_path: Path, example: Example) -> None:
