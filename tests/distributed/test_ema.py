@@ -20,11 +20,8 @@ from torchtitan_like import train as trainer_module
 from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.tools.contents import open_contents
-from torchtitan_like.checkpoint.tools.export import export_step
-from torchtitan_like.checkpoint.votes import Votes
-from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.cli import main as titan
 from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.stored_config import identify_step
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
@@ -259,10 +256,8 @@ def test_the_last_checkpoint_has_averages_that_export(tmp_path):
     step = tmp_path / "checkpoint/step-2"
     state = averages(step)
     assert not any(name.startswith("optimizer.") for name in open_contents(step).tensors)
-    identify = functools.partial(identify_step, module="")
-    for out, averaged in (("plain", False), ("averaged", True)):
-        votes = Votes(HostGroup.alone())
-        export_step(step, tmp_path / out, votes, identify=identify, averaged=averaged)
+    for out, flags in (("plain", []), ("averaged", ["--ema"])):
+        assert titan(["ckpt", "export", str(step), str(tmp_path / out), *flags]) == 0
     plain, averaged = (open_contents(tmp_path / out) for out in ("plain", "averaged"))
     assert plain.tensors.keys() == averaged.tensors.keys()
     name, native = "model.embed_tokens.weight", "tok_embeddings.weight"
