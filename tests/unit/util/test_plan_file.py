@@ -80,6 +80,8 @@ def test_text_that_is_no_object_is_no_plan(text: str, tmp_path: Path) -> None:
         (("--loss.chunk_mib=0",), "loss.chunk_mib"),
         (("--model.converters=quantize.linear.float8",), "model.converters"),
         (("--optimizer.name=Muon",), "optimizer.name"),
+        (("--ema.enable",), "ema.enable"),
+        (("--optimizer.state_dtype", "bfloat16"), "optimizer.state_dtype"),
     ],
 )
 def test_settings_that_change_memory_or_time_are_compared(words: tuple[str, ...], key: str) -> None:
