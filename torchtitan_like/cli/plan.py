@@ -16,9 +16,8 @@ from torchtitan_like.cli.common import (
     print_json,
     show_problem,
 )
+from torchtitan_like.cli.hardware import add_hardware, load_hardware
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
-from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
-from torchtitan_like.plan.gpus import DEFAULT_GPU
 from torchtitan_like.util.output import show_error
 
 NOTHING_FITS = 1
@@ -31,19 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_int, metavar="N", help="ranks of the dry run (required)"
     )
-    parser.add_argument(
-        "--gpu",
-        default=DEFAULT_GPU,
-        metavar="NAME",
-        help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
-    )
-    parser.add_argument(
-        "--cluster",
-        default=DEFAULT_CLUSTER,
-        metavar="NAME",
-        help="a cluster by name, or a TOML file that describes one, for the step time "
-        f"(default: {DEFAULT_CLUSTER})",
-    )
+    add_hardware(parser)
     parser.add_argument(
         "--rank-of-stage",
         default="all",
@@ -88,20 +75,13 @@ def run(arguments: argparse.Namespace) -> int:
 def _dry_run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
-    from torchtitan_like.plan.clusters import load_cluster
-    from torchtitan_like.plan.gpus import load_gpu
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
 
     try:
-        gpu = load_gpu(arguments.gpu)
+        gpu, cluster = load_hardware(arguments)
     except ValueError as error:
-        show_error(f"--gpu: {error}")
-        return FAILED
-    try:
-        cluster = load_cluster(arguments.cluster)
-    except ValueError as error:
-        show_error(f"--cluster: {error}")
+        show_error(str(error))
         return FAILED
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:

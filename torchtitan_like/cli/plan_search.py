@@ -17,9 +17,8 @@ from torchtitan_like.cli.common import (
     print_json,
     show_problem,
 )
+from torchtitan_like.cli.hardware import add_hardware, load_hardware
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
-from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
-from torchtitan_like.plan.gpus import DEFAULT_GPU
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.units import format_duration
@@ -37,18 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_int, metavar="N", help="GPUs of all nodes (required)"
     )
-    parser.add_argument(
-        "--gpu",
-        default=DEFAULT_GPU,
-        metavar="NAME",
-        help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
-    )
-    parser.add_argument(
-        "--cluster",
-        default=DEFAULT_CLUSTER,
-        metavar="NAME",
-        help=f"a cluster by name, or a TOML file that describes one (default: {DEFAULT_CLUSTER})",
-    )
+    add_hardware(parser)
     parser.add_argument(
         "--global-batch-tokens",
         type=positive_number,
@@ -114,8 +102,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Search, print and write. Returns the exit code."""
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
-    from torchtitan_like.plan.clusters import load_cluster
-    from torchtitan_like.plan.gpus import load_gpu
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
 
@@ -135,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         return FAILED
     try:
-        gpu, cluster = load_gpu(arguments.gpu), load_cluster(arguments.cluster)
+        gpu, cluster = load_hardware(arguments)
     except ValueError as error:
         show_error(str(error))
         return FAILED

@@ -1,0 +1,37 @@
+"""The options `--gpu` and `--cluster` of commands that plan a run."""
+
+from __future__ import annotations
+
+import argparse
+
+from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
+from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add both options."""
+    parser.add_argument(
+        "--gpu",
+        default=DEFAULT_GPU,
+        metavar="NAME",
+        help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
+    )
+    parser.add_argument(
+        "--cluster",
+        default=DEFAULT_CLUSTER,
+        metavar="NAME",
+        help="a cluster by name, or a TOML file that describes one, for the step time "
+        f"(default: {DEFAULT_CLUSTER})",
+    )
+
+
+def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
+    """Read both descriptions. Raises ValueError that names the option."""
+    try:
+        gpu = load_gpu(arguments.gpu)
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from None
+    try:
+        return gpu, load_cluster(arguments.cluster)
+    except ValueError as error:
+        raise ValueError(f"--cluster: {error}") from None
