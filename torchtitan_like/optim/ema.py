@@ -65,9 +65,11 @@ class AveragedWeights:
         if self._has_warmup:  # 1 - (1 + n) / (10 + n)
             amount = torch.maximum(amount, 9 / (10 + self._num_updates.double()))
         amount = amount * is_added
+        dtypes = {average.dtype for average in self._averages.values()}
+        amounts = {dtype: amount.to(dtype) for dtype in dtypes}
         for name, weight in self._weights.items():
             average = local(self._averages[name])
-            average.lerp_(local(weight).to(average.dtype), amount.to(average.dtype))
+            average.lerp_(local(weight).to(average.dtype), amounts[average.dtype])
 
     @contextmanager
     def applied(self) -> Iterator[None]:

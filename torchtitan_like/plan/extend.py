@@ -34,9 +34,8 @@ from torchtitan_like.util.units import GIB, MIB
 
 # Layers of each stage at the two depths.
 DEPTHS = (3, 5)
-# Micro-batches for each pipeline rank after which a step has its most memory: as many as the first
-# rank keeps, and one more, whose backward finds all gradients allocated.
-MICRO_BATCHES_PER_RANK = 2  # of schedules with several stages on a rank
+# With several stages on a rank, a step has its most memory after so many micro-batches for each rank.
+MICRO_BATCHES_PER_RANK = 2
 
 Value = Mapping[str, float]
 
@@ -64,7 +63,11 @@ def full_depth(layout: Layout, space: Space) -> Depth:
 
 
 def few_micro_batches(layout: Layout) -> int:
-    """Return the micro-batches to dry-run, after which more neither need memory nor differ."""
+    """Return the micro-batches to dry-run, after which more neither need memory nor differ.
+
+    With one stage on a rank: as many as the first rank keeps, and one more, whose backward finds all
+    gradients allocated.
+    """
     if layout.pipeline is None:
         return min(layout.num_micro, 2)
     name = layout.pipeline.schedule
