@@ -102,7 +102,9 @@ def test_a_resumed_run_must_import_the_extensions(tmp_path):
     argv = options(str(tmp_path), "float32", **settings, **{"training.steps": 2})
     (message,) = run_ranks(resume_without, 1, argv)
     assert "trained with the config section 'own', the loss 'with_z', the optimizer 'Lars'" in (
-        message.replace("the optimizer 'Lars', the loss 'with_z'", "the loss 'with_z', the optimizer 'Lars'")
+        message.replace(
+            "the optimizer 'Lars', the loss 'with_z'", "the loss 'with_z', the optimizer 'Lars'"
+        )
     )
     assert f"--experimental.custom_import {OWN['experimental.custom_import']}" in message
 

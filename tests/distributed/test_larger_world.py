@@ -82,4 +82,7 @@ def test_the_documented_program_trains_and_generates(repo_root: Path, tmp_path: 
         cwd=repo_root, env=trainer_environment(), capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.findall(r"^step (\d+): grad_norm [\d.]+, ['\"]", done.stdout, re.MULTILINE) == ["5", "10"]
+    assert re.findall(r"^step (\d+): grad_norm [\d.]+, ['\"]", done.stdout, re.MULTILINE) == [
+        "5",
+        "10",
+    ]

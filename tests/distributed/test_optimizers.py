@@ -80,7 +80,9 @@ def run_coded_cell(argv):
 @functools.cache
 def reference(folder, layout, optimizer, dtype, sizes):
     """Return the trace of one rank with the model of `layout`."""
-    return run_ranks(run_coded_cell, 1, arguments(folder, layout, optimizer, dtype, **dict(sizes)))[0]
+    return run_ranks(run_coded_cell, 1, arguments(folder, layout, optimizer, dtype, **dict(sizes)))[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")

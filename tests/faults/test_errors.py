@@ -75,7 +75,9 @@ CASES = {
     ),
     "export: full disk": Case("write", SAFETENSORS, "ENOSPC", 1, r"\.safetensors", EXPORT),
     "export: I/O error": Case("fsync", SAFETENSORS, "EIO", 0, r"\.safetensors", EXPORT),
-    "last checkpoint as an export": Case("write", LAST_WEIGHTS, "ENOSPC", 0, r"\.safetensors", LAST),
+    "last checkpoint as an export": Case(
+        "write", LAST_WEIGHTS, "ENOSPC", 0, r"\.safetensors", LAST
+    ),
     "async export": Case("write", SAFETENSORS, "ENOSPC", 0, r"\.safetensors", {**ASYNC, **EXPORT}),
 }
 

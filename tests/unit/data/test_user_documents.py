@@ -74,7 +74,9 @@ def test_each_trained_token_is_a_label_once(
         labels.update(batch.labels[batch.labels != -100].tolist())
         num_valid += batch.num_valid_tokens
     texts = [record["answer"] for record in RECORDS]
-    expected = Counter(np.concatenate([tokenizer.encode_texts([text])[0] for text in texts]).tolist())
+    expected = Counter(
+        np.concatenate([tokenizer.encode_texts([text])[0] for text in texts]).tolist()
+    )
     assert tokenizer.eos_id is not None
     expected[tokenizer.eos_id] += len(texts)  # EOS follows an answer
     assert labels == expected and num_valid == labels.total()

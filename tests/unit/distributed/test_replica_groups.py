@@ -280,7 +280,9 @@ def test_groups_that_do_not_fit_are_refused(server: str, together: Start, messag
 
 def test_too_few_groups_end_the_wait(server: str) -> None:
     group = Group(server, 0, min_size=2, patience=timedelta(seconds=1))
-    with pytest.raises(ReplicaGroupError, match=r"1 replica groups are alive .*min_replica_size = 2"):
+    with pytest.raises(
+        ReplicaGroupError, match=r"1 replica groups are alive .*min_replica_size = 2"
+    ):
         group.step(1.0)
     group.quorum.close()
 
@@ -290,7 +292,9 @@ def test_without_a_lighthouse_the_group_does_not_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as unused:
         port = unused.getsockname()[1]
     group = Group(f"http://127.0.0.1:{port}", 0)
-    with pytest.raises(ReplicaGroupError, match="Cannot reach the lighthouse .* `titan lighthouse`"):
+    with pytest.raises(
+        ReplicaGroupError, match="Cannot reach the lighthouse .* `titan lighthouse`"
+    ):
         group.step(1.0)
 
 

@@ -59,7 +59,11 @@ def test_overrides_replace_sizes_of_the_flavor():
     ("flavor", "overrides", "expected"),
     [
         ("8b", {}, "no flavor '8b' (did you mean \"8B\"?)"),
-        ("8B", {"n_layer": 2}, "n_layer = 2: llama3 has no such argument (did you mean \"n_layers\"?)"),
+        (
+            "8B",
+            {"n_layer": 2},
+            'n_layer = 2: llama3 has no such argument (did you mean "n_layers"?)',
+        ),
         ("8B", {"n_layers": "2"}, "n_layers = '2': expected int, found str"),
         ("8B", {"n_layers": True}, "n_layers = True: expected int, found bool"),
         ("8B", {"n_layers": 2.0}, "n_layers = 2.0: expected int, found float"),

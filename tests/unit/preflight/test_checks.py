@@ -37,9 +37,7 @@ def test_the_defaults_have_no_problem() -> None:
     assert check("--training.steps 1000", 4) == []
 
 
-MOE = (
-    "--model.name qwen3 --model.flavor debugmodel_moe --parallelism.expert_parallel_degree 2"
-)
+MOE = "--model.name qwen3 --model.flavor debugmodel_moe --parallelism.expert_parallel_degree 2"
 UNAVAILABLE = [
     ("--model.converters quantize.linear.mx", "model.converters"),
     ("--model.converters quantize.linear.float8,quantize.grouped_mm.float8", "model.converters"),

@@ -93,7 +93,9 @@ def test_groups_need_a_lighthouse_to_train(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_groups_need_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "torchft" else name)
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "torchft" else name
+    )
     (problem,) = check(GROUPS)
     assert problem.remedy == "pip install 'torchtitan_like[ft]'"
 

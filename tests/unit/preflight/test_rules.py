@@ -331,7 +331,11 @@ def test_slow_bfloat16_of_a_cpu_is_reported(
     has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(context, "_cpu_has_bfloat16", lambda: has_bfloat16)
-    cases = {"bfloat16 device=cpu": not has_bfloat16, "float32 device=cpu": False, "bfloat16": False}
+    cases = {
+        "bfloat16 device=cpu": not has_bfloat16,
+        "float32 device=cpu": False,
+        "bfloat16": False,
+    }
     for value, is_reported in cases.items():
         rules = broken_rules(layout(f"training.mixed_precision_param={value}", 2))
         severities = {rule.name: rule.severity for rule in rules}

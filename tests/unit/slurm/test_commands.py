@@ -160,7 +160,9 @@ def test_a_limit_of_starts_that_is_not_a_number_is_refused(
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
     *arguments, _, _ = example(verb)
     assert main(arguments) == 78
-    assert capsys.readouterr().err.startswith("MAX_STALLED_STARTS is 'many'. Expected a number of starts")
+    assert capsys.readouterr().err.startswith(
+        "MAX_STALLED_STARTS is 'many'. Expected a number of starts"
+    )
 
 
 def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
