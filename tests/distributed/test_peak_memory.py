@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from tests.harness.memory import peak_resident_bytes, reset_peak, resident_bytes
 from tests.harness.rank_pool import run_in_new_processes
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned
 from torchtitan_like.checkpoint.extents import EXTENT
@@ -46,12 +47,6 @@ BOUNDS = {
 }
 
 
-def status(key: str) -> int:
-    """VmRSS (resident memory) or VmHWM (its peak) of this process in bytes."""
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) * 1024 for line in file if line.startswith(key))
-
-
 def return_freed_blocks() -> None:
     """Make the C library return every freed block of at least 128 KiB to the system immediately.
 
@@ -64,11 +59,10 @@ def return_freed_blocks() -> None:
 
 def growth(action: Callable[[], object]) -> int:
     """Return the growth of resident memory during `action`: peak minus start, in bytes."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # reset the peak
-    before = status("VmRSS")
+    reset_peak()
+    before = resident_bytes()
     action()
-    return status("VmHWM") - before
+    return peak_resident_bytes() - before
 
 
 def sharded(shape: tuple[int, int]) -> dict[str, DTensor]:

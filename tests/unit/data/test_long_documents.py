@@ -227,16 +227,17 @@ def test_progress_counts_the_bytes_of_a_long_document(
 
 # Prints the peak memory in MiB that tokenizing one document adds to a process.
 PEAK_MEMORY_PROGRAM = """
-import resource, sys
+import sys
+from tests.harness.memory import peak_resident_bytes
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy, encode_piece
 corpus, policy = find_corpus(sys.argv[1]), TokenPolicy(load_tokenizer(sys.argv[2]), 1, 2)
 policy.tokenizer.encode("warm")
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak_resident_bytes()
 piece = plan_pieces(corpus)[0]
 print(len(encode_piece(corpus, piece, policy).tokens))
-print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 2**10)
+print((peak_resident_bytes() - before) / 2**20)
 """
 
 

@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.runner import ROOT
 from torchtitan_like.models.layers.head import cross_entropy_sum
 from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy, sum_by_source
 
@@ -256,19 +257,18 @@ def test_the_loss_of_a_chunk_compiles():
 
 MEMORY_PROGRAM = """
 import torch
+from tests.harness.memory import peak_resident_bytes, reset_peak, resident_bytes
 from torchtitan_like.models.layers.head import cross_entropy_sum
 from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy
 loss = {loss}
 def run(tokens):
     hidden, weight = (torch.zeros(n, 8, dtype=torch.bfloat16, requires_grad=True) for n in (tokens, 32000))
     loss(hidden, weight, torch.zeros(tokens, dtype=torch.long)).backward()
-def status(key):
-    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
 run(16)
-open("/proc/self/clear_refs", "w").write("5")  # reset the peak to the memory held now
-before = status("VmRSS")
+reset_peak()
+before = resident_bytes()
 run(2048)
-print(status("VmHWM") - before)
+print((peak_resident_bytes() - before) / 2**20)
 """
 
 
@@ -288,7 +288,12 @@ def test_the_chunked_loss_limits_peak_memory():
     for loss in ("cross_entropy_sum", "chunked_cross_entropy(32)"):
         program = [sys.executable, "-W", "ignore", "-c", MEMORY_PROGRAM.format(loss=loss)]
         started[loss] = subprocess.Popen(
-            program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+            program,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
         )
     outputs = {loss: process.communicate(timeout=300) for loss, process in started.items()}
     assert all(process.returncode == 0 for process in started.values()), outputs

@@ -26,8 +26,9 @@ ROW = (
 # One row takes 19 numbers of 8 bytes in memory, and some copies while the page is made.
 MAX_BYTES_PER_ROW = 600
 CODE = (
-    "import resource, sys; from torchtitan_like.cli import main; code = main(sys.argv[1:]); "
-    "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr); sys.exit(code)"
+    "import sys; from tests.harness.memory import peak_resident_bytes; "
+    "from torchtitan_like.cli import main; code = main(sys.argv[1:]); "
+    "print(peak_resident_bytes(), file=sys.stderr); sys.exit(code)"
 )
 
 
@@ -72,7 +73,7 @@ def test_a_metrics_file_of_3_gb_is_reported(tmp_path: Path) -> None:
             f"metrics.jsonl: skipped 1 of {num_rows + 1:,} lines (incomplete)"
         )
         assert page.stat().st_size <= 3_000_000
-        bytes_per_row = int(done.stderr.split()[-1]) * 1024 / num_rows
+        bytes_per_row = int(done.stderr.split()[-1]) / num_rows
         assert bytes_per_row < MAX_BYTES_PER_ROW, f"{bytes_per_row:.0f} bytes of memory per row"
     finally:
         metrics.unlink(missing_ok=True)  # pytest keeps the folders of several runs
