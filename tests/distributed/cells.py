@@ -15,8 +15,10 @@ AC_OP = {
     "activation_checkpoint.mode": "selective",
     "activation_checkpoint.selective_ac_option": "op",
 }
-CELL_OPTIONS = OPTIONS | {"op": AC_OP, "accumulation": {}}
+INDUCTOR = {"compile.enable": "true", "compile.backend": "inductor"}
+CELL_OPTIONS = OPTIONS | {"op": AC_OP, "accumulation": {}, "inductor": INDUCTOR}
 WITHOUT_ACCUMULATION = ("compile", "op")
+SECONDS = {"inductor": 500}  # of the options that compile kernels; the others take at most 120
 
 
 class Cells:
@@ -80,4 +82,4 @@ class Cells:
             folder / f"{layout}-{option}",
             **{**cell, **model, "training.local_batch_size": local, **CELL_OPTIONS[option]},
         )
-        return expected, run_ranks(run_cell, ranks, argv, timeout=120)[0]
+        return expected, run_ranks(run_cell, ranks, argv, timeout=SECONDS.get(option, 120))[0]

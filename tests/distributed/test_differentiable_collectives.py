@@ -34,6 +34,12 @@ CASES = {
     "reduce_from": Case(
         collectives.reduce_from, lambda xs: [sum(xs)] * len(xs), has_equal_losses=True
     ),
+    "add_once": Case(
+        lambda x, g: collectives.reduce_from(collectives.add_once(x, g), g),
+        lambda xs: [xs[0]] * len(xs),
+        has_equal_inputs=True,
+        has_equal_losses=True,
+    ),
     "gather_along 0": Case(
         lambda x, g: collectives.gather_along(x, 0, g), lambda xs: [torch.cat(xs)] * len(xs)
     ),

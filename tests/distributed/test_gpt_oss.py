@@ -40,3 +40,10 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("layout", "option"), CELLS.parameters(EVERY_RUN))
 def test_every_layout_equals_one_rank(folder, layout, option):
     compare(*CELLS.run(folder, layout, option), "float64")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["tp", "ep-etp"])
+def test_inductor_sends_the_same_on_every_rank(folder, layout):
+    """Inductor moves what depends on no gradient into forward: collectives must not differ by rank."""
+    compare(*CELLS.run(folder, layout, "inductor"), "float64")

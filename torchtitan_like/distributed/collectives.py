@@ -27,6 +27,16 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
     return _apply(x, _identity, _sum, group)
 
 
+def add_once(x: Tensor, group: ProcessGroup) -> Tensor:
+    """x on the first rank and zeros on the others in forward, identity in backward.
+
+    For a bias that every rank adds before the ranks' results are summed: each rank then has the
+    whole gradient of the sum, and no collective is needed. None may depend on the rank either: of
+    gradients known to be zero, torch.compile moves an all-reduce into forward, on these ranks only.
+    """
+    return _apply(x, _on_first_rank, _identity, group)
+
+
 def reduce_from(x: Tensor, group: ProcessGroup) -> Tensor:
     """All-reduce in forward, identity in backward (Megatron's *g*, arXiv:1909.08053 section 3)."""
     return _apply(x, _sum, _identity, group)
@@ -153,6 +163,10 @@ class _Collective(torch.autograd.Function):
 
 def _identity(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     return x.view_as(x)
+
+
+def _on_first_rank(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
+    return x.view_as(x) if group.rank() == 0 else torch.zeros_like(x)
 
 
 def _sum(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:

@@ -23,8 +23,8 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from torchtitan_like.distributed.collectives import (
+    add_once,
     arrived,
-    copy_to,
     exchange_rows,
     gather_along,
     scatter_sum_along,
@@ -127,7 +127,7 @@ def _added_once(group: ProcessGroup) -> Callable[[Any], Any]:
     def read(parameter: Any) -> Any:
         if _is_sharded_further(parameter):
             return parameter
-        return copy_to(to_local(parameter), group) * (group.rank() == 0)
+        return add_once(to_local(parameter), group)
 
     return read
 

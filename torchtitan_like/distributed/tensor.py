@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional as F
 
 from torchtitan_like.distributed.collectives import (
+    add_once,
     copy_to,
     gather_along,
     gather_whole,
@@ -213,7 +214,7 @@ def _views(group: ProcessGroup) -> dict[str, Callable[[Any], Tensor]]:
         return copy_to(to_local(parameter), group)
 
     def added_once(parameter: Any) -> Tensor:
-        return summed(parameter) * (group.rank() == 0)
+        return add_once(to_local(parameter), group)
 
     def unless_sharded(view: Callable[[Any], Tensor]) -> Callable[[Any], Tensor]:
         def read(parameter: Any) -> Tensor:
