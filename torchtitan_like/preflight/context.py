@@ -36,6 +36,7 @@ class RunContext:
     spec, args: the model and its sizes; None if there is no such model.
     limits: `ModelSpec.constraints`.
     device_type, gpu_capability, local_world_size: None if unknown.
+    emulates_bfloat16: the run computes in bfloat16 on a CPU that has no instructions for it.
     splits_backward: the pipeline schedule computes the gradients of inputs first, and the gradients
     of weights later.
     torch_release: (2, 13) for torch 2.13.0.
@@ -59,6 +60,7 @@ class RunContext:
     device_type: DeviceType | None = None
     gpu_capability: tuple[int, int] | None = None
     local_world_size: int | None = None
+    emulates_bfloat16: bool = False
     splits_backward: bool = False
     torch_release: tuple[int, ...] = ()
     degree_errors: tuple[str, ...] = ()
@@ -263,6 +265,7 @@ def build_context(
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     # Only float8 depends on the compute capability, and asking for it initializes CUDA.
     needs_capability = device_type == "cuda" and FLOAT8 in config.model.converters
+    is_half_on_cpu = device_type == "cpu" and config.training.mixed_precision_param == "bfloat16"
     return RunContext(
         config,
         world_size,
@@ -281,6 +284,7 @@ def build_context(
         device_type=device_type,
         gpu_capability=_gpu_capability() if needs_capability else None,
         local_world_size=int(local_world_size) if local_world_size.isdecimal() else None,
+        emulates_bfloat16=is_half_on_cpu and not _cpu_has_bfloat16(),
         splits_backward=splits_backward(parallelism),
         torch_release=installed_torch_release(),
         degree_errors=tuple(errors),
@@ -300,3 +304,12 @@ def _gpu_capability() -> tuple[int, int] | None:
     # No rank has selected its GPU yet, so torch's default is the first GPU on all of them.
     index = min(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count() - 1)
     return torch.cuda.get_device_capability(index) if index >= 0 else None
+
+
+def _cpu_has_bfloat16() -> bool:
+    """Return True if torch multiplies bfloat16 matrices with instructions of this CPU."""
+    import torch
+
+    return bool(
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )

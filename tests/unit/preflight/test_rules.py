@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from torchtitan_like.config.fields import find
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.rules import broken_rules as find_broken
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight.context import RunContext, build_context
+from torchtitan_like.preflight import context
+from torchtitan_like.preflight.context import RunContext, _cpu_has_bfloat16, build_context
 from torchtitan_like.preflight.rules import QUANTIZE_RULES, RULES
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
@@ -324,6 +326,29 @@ def test_offloaded_activations_save_no_memory_on_cpu() -> None:
     assert (rule.name, rule.severity) == ("offloaded-activations-on-cpu", "warning")
 
 
+@pytest.mark.parametrize("has_bfloat16", [True, False])
+def test_slow_bfloat16_of_a_cpu_is_reported(
+    has_bfloat16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "_cpu_has_bfloat16", lambda: has_bfloat16)
+    cases = {
+        "bfloat16 device=cpu": not has_bfloat16,
+        "float32 device=cpu": False,
+        "bfloat16": False,
+    }
+    for value, is_reported in cases.items():
+        rules = broken_rules(layout(f"training.mixed_precision_param={value}", 2))
+        severities = {rule.name: rule.severity for rule in rules}
+        assert severities.get("emulated-bfloat16") == ("warning" if is_reported else None), value
+
+
+def test_the_speed_of_bfloat16_is_that_of_the_cpu() -> None:
+    """oneDNN has bfloat16 kernels for CPUs with AVX-512 (or newer), and none for older ones."""
+    if platform.machine() == "x86_64" and sys.platform == "linux":
+        flags = Path("/proc/cpuinfo").read_text()
+        assert _cpu_has_bfloat16() == ("avx512bw" in flags and "avx512vl" in flags)
+
+
 QWEN_EXPERTS = "model.name=qwen3 model.flavor=debugmodel_moe"
 BIASES = f"{QWEN_EXPERTS} model.args.load_balance=bias"
 UPCYCLED = (
@@ -505,6 +530,7 @@ def test_every_preflight_rule_has_a_case() -> None:
     tested |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
     tested |= {
         "bfloat16-reduction",
+        "emulated-bfloat16",
         "registered-early-step",
         "registered-loss-compiled",
         "experts-on-old-torch",

@@ -114,6 +114,15 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         "warning",
     ),
     Rule(
+        "emulated-bfloat16",
+        "training.mixed_precision_param",
+        lambda run: run.emulates_bfloat16,
+        "is slow on this CPU, which has no instructions for it: matrix products take about ten "
+        "times as long as in float32",
+        'set it to "float32"',
+        severity="warning",
+    ),
+    Rule(
         "norm-of-early-step",
         "training.max_norm",
         lambda run: (
