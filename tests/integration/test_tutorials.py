@@ -72,6 +72,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for source in ("books", "web"):
         (folder / source).mkdir()
         (folder / source / "part.jsonl").write_text("".join(texts[:4]))
+    (folder / "held_out.jsonl").write_text("".join(texts[4:6]))
     (folder / "mixture.toml").write_text(blocks("2_your_data.md", "toml")[0])
     return folder
 
@@ -128,9 +129,9 @@ def test_tutorial_laptop(folder: Path) -> None:
 
 def test_tutorial_your_data(folder: Path) -> None:
     run_commands(folder, "2_your_data.md")
-    assert (folder / "mixture/metrics.jsonl").exists() and (
-        folder / "my_tokenizer/tokenizer.json"
-    ).exists()
+    assert "held_out.jsonl" in (folder / "mixture/config.toml").read_text()
+    assert (folder / "mixture/validation.jsonl").exists()
+    assert (folder / "my_tokenizer/tokenizer.json").exists()
 
 
 def test_tutorial_hugging_face(folder: Path) -> None:
