@@ -62,7 +62,8 @@ def weights_mesh(dims: ParallelDims) -> DeviceMesh:
 def options(folder: str, dtype: str, **overrides: object) -> list[str]:
     """Return arguments for a tiny model on short, masked documents.
 
-    They disable the warm-up, because a small learning rate would hide errors.
+    They disable the warm-up, because a small learning rate would hide errors. An override of None
+    leaves a key out.
     """
     values = {
         "job.dump_folder": folder,
@@ -89,7 +90,12 @@ def options(folder: str, dtype: str, **overrides: object) -> list[str]:
         "metrics.log_freq": 1,
         **overrides,
     }
-    return [part for key, value in values.items() for part in (f"--{key}", str(value))]
+    return [
+        part
+        for key, value in values.items()
+        if value is not None
+        for part in (f"--{key}", str(value))
+    ]
 
 
 def short_documents(folder: Path) -> Path:

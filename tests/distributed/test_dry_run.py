@@ -10,9 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.distributed import parity
 from tests.harness.rank_pool import run_ranks
@@ -20,6 +22,7 @@ from torchtitan_like import train
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.dry_run import record_ranks
+from torchtitan_like.plan.fake import _split_evenly
 from torchtitan_like.plan.ledger import find_peak, live_bytes
 from torchtitan_like.plan.record import Recorder, Recording, recording_in_place
 from torchtitan_like.preflight import load_checked
@@ -87,6 +90,7 @@ def record_trainer(argv: list[str]) -> Measured:
         with recorder, recording_in_place(recorder):
             yield
         if mark:
+            wait_for_threads()
             recorder.recording.mark(mark)
 
     names = ("build_model", "build_optimizer", "build_ema", "build_balancer", "UpdateGate")
@@ -104,6 +108,7 @@ def record_trainer(argv: list[str]) -> Measured:
     finally:
         for name, original in originals.items():
             setattr(train, name, original)
+    wait_for_threads()
     recorder.recording.mark("optimizer")
     try:
         for step in range(1, NUM_STEPS + 1):
@@ -126,7 +131,22 @@ ACCUMULATION = {"training.local_batch_size": 2}
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 METHOD = "parallelism.context_parallel_rotate_method"
 LAYERS = "model.args.n_layers"
-# Name -> (ranks, settings). The first ones run every time, all others in nightly runs.
+EP = "parallelism.expert_parallel_degree"
+ETP = "parallelism.expert_tensor_parallel_degree"
+EXPERTS: dict[str, object] = {
+    "model.name": "qwen3",
+    "model.args.multiple_of": None,  # of Llama 3
+    "model.flavor": "debugmodel_moe",
+    "model.args.head_dim": 8,
+    "model.args.num_experts": 8,
+    "model.args.top_k": 2,
+    "model.args.moe_inter_dim": 16,
+    "training.mixed_precision_param": "bfloat16",
+}
+# The router of these runs chooses experts in turn. So ranks exchange equal numbers of rows, as a dry
+# run assumes, and all bytes are equal.
+EVEN = EXPERTS | {"debug.moe_force_load_balance": True}
+# Name -> (ranks, settings). Those of EVERY_RUN run every time, all others in nightly runs.
 LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "one rank": (1, {}),
     "one rank in bfloat16": (1, {"training.mixed_precision_param": "bfloat16"}),
@@ -153,15 +173,27 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "chunked loss": (1, {"loss.chunk_mib": 1}),
     "averaged weights": (2, {"ema.enable": True}),
     "averaged weights in bfloat16": (1, {"ema.enable": True, "training.dtype": "bfloat16"}),
+    "experts, fsdp": (2, EXPERTS),
+    "experts, fsdp x tp": (4, EXPERTS | {TP: 2}),
+    "experts, tp x etp": (2, EXPERTS | {TP: 2, ETP: 2}),
+    "ep": (2, EVEN | {EP: 2}),
+    "ep x fsdp": (4, EVEN | {EP: 2}),
+    "ep on tp ranks": (2, EVEN | {EP: 2, TP: 2}),
+    "ep in float32": (2, EVEN | {EP: 2, "training.mixed_precision_param": "float32"}),
+    "ep, full recomputation": (2, EVEN | {EP: 2, AC: "full", **ACCUMULATION}),
+    "ep, per-op recomputation": (2, EVEN | {EP: 2, **AC_OP}),
+    "ep x tp": (4, EVEN | {EP: 4, TP: 2}),
+    "ep x etp": (4, EVEN | {EP: 2, TP: 2, ETP: 2}),
+    "ep x pp": (4, EVEN | {EP: 2, PP: 2}),
+    "ep x hsdp": (4, EVEN | {EP: 2, REPLICAS: 2}),
+    "ep x cp": (2, EVEN | {EP: 2, CP: 2}),
 }
-EVERY_RUN = 2
+EVERY_RUN = ("one rank", "one rank in bfloat16", "ep", "ep x fsdp", "ep on tp ranks")
 
 
 def cells() -> list[Any]:
-    return [
-        name if index < EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly)
-        for index, name in enumerate(LAYOUTS)
-    ]
+    marks = {name: () if name in EVERY_RUN else (pytest.mark.nightly,) for name in LAYOUTS}
+    return [pytest.param(name, marks=marks[name]) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("layout", cells())
@@ -195,3 +227,46 @@ def test_recorded_actions_are_those_of_the_schedule(schedule: str, tmp_path: Pat
         assert [span.action for span in recording.actions] == order[rank]
         ends = [end for span in recording.actions for end in (span.start, span.end)]
         assert ends == sorted(ends)
+
+
+def test_exchanges_of_experts_are_even_and_belong_to_their_group(tmp_path: Path) -> None:
+    """The groups of tensor and of expert parallelism have the same ranks here."""
+    settings = EXPERTS | {TP: 2, EP: 2, LAYERS: 1}
+    argv = parity.options(str(tmp_path / "run"), "float32", **settings)
+    config, _ = load_checked(argv, 2, training=False)
+    recording = record_ranks(config, 2, [0], num_steps=1)[0].recording
+    sent = Counter(
+        (item.num_bytes, item.dtype)
+        for item in recording.work
+        if item.group is not None and item.group.dimension == "ep"
+    )
+    rows = 8 * 32 // 2 * 2  # samples, tokens; half of them on this rank, two experts for each
+    # Counts of 8 experts in int64. Rows of 32 numbers: there and back, forward and backward.
+    assert sent == {(8 * 8, "int64"): 1, (rows * 32 * 2, "bfloat16"): 4}
+    assert any(item.group is not None and item.group.dimension == "tp" for item in recording.work)
+    assert [item.kind for item in recording.work if item.op == "copy_to_host"] == ["copy"]
+
+
+@pytest.mark.parametrize(
+    ("names", "op", "is_functional", "expected"),
+    [
+        (("tp", "ep"), "all_to_all_single", True, "ep"),
+        (("tp", "ep"), "all_gather_into_tensor", True, "tp"),
+        (("tp", "efsdp"), "all_gather_into_tensor", True, "tp"),
+        (("tp", "efsdp"), "_allgather_base_", False, "efsdp"),
+        (("dp_shard", "ep"), "_allgather_base_", False, "dp_shard"),
+        (("ep",), "all_to_all_single", True, "ep"),
+        ((), "allreduce_", False, ""),
+    ],
+)
+def test_collectives_of_a_shared_group_belong_to_one_dimension(
+    names: tuple[str, ...], op: str, is_functional: bool, expected: str
+) -> None:
+    recorder = Recorder("cpu")
+    group: Any = SimpleNamespace(group_name="0")
+    recorder.name_dimensions(dict.fromkeys(names, group))
+    assert recorder._dimension("0", op, is_functional) == expected
+
+
+def test_rows_that_ranks_do_not_divide_are_nearly_even() -> None:
+    assert _split_evenly(torch.zeros(2, 4, dtype=torch.int64), 10) == [[3, 3, 2, 2]] * 2

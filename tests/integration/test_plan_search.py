@@ -52,6 +52,28 @@ def test_a_search_writes_its_best_layout(
 
 
 @pytest.mark.nightly
+def test_a_search_tries_the_degrees_of_experts(tmp_path: Path) -> None:
+    """Four layers, which are dry-run at once, on two ranks without pipelines."""
+    best = tmp_path / "best.toml"
+    given = ["--model.args.n_layers", "4", "--parallelism.data_parallel_replicate_degree", "1"]
+    words = ["search", "qwen3_moe_debug.toml", *WORDS[2:], *given, "--json", "-o", str(best)]
+    command = [sys.executable, "-m", "torchtitan_like", "plan", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert not found["failed"]
+    assert {row["name"] for row in found["ranked"]} == {
+        "FSDP 2",
+        "FSDP 2 x EP 2",
+        "TP 2",
+        "TP 2 x EP 2",
+        "TP 2 x ETP 2",
+    }
+    assert any(note.startswith("even routing assumed") for note in found["notes"])
+    assert titan(["check", str(best), "--world-size", "2"]) == 0
+
+
+@pytest.mark.nightly
 def test_ctrl_c_ends_a_search_and_its_children(tmp_path: Path) -> None:
     best = tmp_path / "best.toml"
     process = subprocess.Popen(

@@ -66,9 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
-        "Enumerates degrees, micro-batches, recomputation, resharding, schedules and stages. Model,\n"
-        "sequence length and samples of a step are those of CONFIG. So are settings on the command\n"
-        "line: --parallelism.tensor_parallel_degree 8 searches layouts with that degree only.\n"
+        "Enumerates degrees (also of experts), micro-batches, recomputation, resharding, schedules and\n"
+        "stages. Model, sequence length and samples of a step are those of CONFIG. So are settings on\n"
+        "the command line: --parallelism.tensor_parallel_degree 8 searches layouts with that degree only.\n"
         "Rules of the configuration and formulas choose 12 layouts, which are dry-run with a few\n"
         "layers. The best 3 of them are dry-run with all layers.\n"
         "Needs no GPU. Returns 0 if a layout fits, 1 if none does, 2 for wrong arguments, and 78 for\n"

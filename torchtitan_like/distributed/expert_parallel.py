@@ -150,7 +150,8 @@ def exchange_with_owners(experts: Any, group: ProcessGroup) -> None:
     def compute_rows(rows: Tensor, routes: Any) -> Tensor:
         sent = _count(routes.ends).view(num_ranks, -1)
         received = arrived(routes.received_counts)
-        to_send, to_receive = _read_on_host(torch.stack([sent.sum(1), received.sum(1)]))
+        totals = torch.stack([sent.sum(1), received.sum(1)])
+        to_send, to_receive = read_split_sizes(totals, rows.shape[0])
         arriving = exchange_rows(rows, to_send, to_receive, group)
         position = _expert_major(received, arriving.shape[0])
         source = torch.empty_like(position).scatter(
@@ -224,8 +225,14 @@ class _Permute(torch.autograd.Function):
         return grad.index_select(0, position), None, None
 
 
-def _read_on_host(counts: Tensor) -> list[list[int]]:
-    """Return integers of the device as Python's; the only time a layer waits for the device."""
+def read_split_sizes(counts: Tensor, num_rows: int) -> list[list[int]]:
+    """Return how many rows go to each rank and come from each, as integers of the host.
+
+    This is the only time a layer waits for the device. A dry run, whose tensors have no values,
+    replaces this function and divides `num_rows` evenly.
+
+    counts: (2, ranks) int64. num_rows: the sum of the first row.
+    """
     on_host = torch.ops.torchtitan_like.copy_to_host(counts)
     lists: list[list[int]] = on_host.tolist()
     if torch.compiler.is_compiling():

@@ -65,14 +65,9 @@ class ExpertBalancer:
         A collective with pipeline parallelism. Raises ValueError if layers have different numbers
         of experts, or are balanced differently.
         """
-        self._modules = {
-            name: module
-            for part in parts
-            for name, module in part.named_modules()
-            if isinstance(module, MoE)
-        }
-        own = {name: _describe(name, module) for name, module in self._modules.items()}
-        layers = own
+        parts = list(parts)
+        self._modules = _find_layers(parts)
+        layers = own = describe_layers(parts)
         if world.dims.pp > 1:
             of_ranks = world.step_group.gather_objects(own)
             layers = {name: layer for part in of_ranks for name, layer in part.items()}
@@ -214,6 +209,20 @@ def bias_changes(choices: Tensor, coeff: float) -> Tensor:
 
 def _tensors(modules: Iterable[MoE], buffer: str) -> list[Tensor]:
     return [tensor for module in modules if (tensor := module._buffers[buffer]) is not None]
+
+
+def describe_layers(parts: Iterable[nn.Module]) -> dict[str, _Layer]:
+    """Return a description of each MoE layer by fqn."""
+    return {name: _describe(name, module) for name, module in _find_layers(parts).items()}
+
+
+def _find_layers(parts: Iterable[nn.Module]) -> dict[str, MoE]:
+    return {
+        name: module
+        for part in parts
+        for name, module in part.named_modules()
+        if isinstance(module, MoE)
+    }
 
 
 def _describe(name: str, module: MoE) -> _Layer:

@@ -31,8 +31,21 @@ RECOMPUTED: Mapping[Recompute, float] = {
     "full": 1 / 3,
     "as given": 1 / 6,
 }
+# Bytes that kernels read and write for each number of a row, a token's copy for one expert. Rows are
+# bfloat16, and added in float32 (`models.layers.moe`): a copy of the token 4; for the sum of a token's
+# rows 4 to gather, 6 to convert, 12 to add. Backward of the sum 46, of w1 and w3 together 6, of the
+# copy 22. With expert parallelism, rows are sorted before and after the experts, 4 each.
+ROW_FORWARD, ROW_BACKWARD = 26, 74
+SORTED_FORWARD, SORTED_BACKWARD = 8, 8
+# The rows that stay for backward, bfloat16: the experts' input and output. And backward's float32
+# copies of the output, its gradient and their product, with both gradients in bfloat16.
+ROW_KEPT = 4
+ROW_TEMPORARY = 16
+# Copies of gathered weights into their tensors, and of gradients into the buffer to reduce.
+COPIED_GATHERED, COPIED_REDUCED = 4, 6
 # Shares that kernels and collectives reach of the data sheet. They only order layouts.
 COMPUTE_REACHED = 0.6
+MEMORY_REACHED = 0.75
 NETWORK_REACHED = 0.8
 NODE_GB_S_PER_GPU = 50.0  # one 400 Gbit/s card for each GPU
 EXPOSED = 0.1  # share of the data-parallel traffic that never overlaps with computing
@@ -44,6 +57,7 @@ class Sizes:
     """Sizes of a decoder. Parameters of a block are divided into experts and all others.
 
     q_dim, kv_dim: width of all queries and of all keys. ffn_dim: hidden units that process a token.
+    rows: experts that process a token, on average over the layers. expert_dim: hidden units of each.
     embedding: parameters of the embedding; the head has as many, or is the same tensor if
     `is_tied`. flops_per_token: forward and backward.
     """
@@ -54,6 +68,8 @@ class Sizes:
     kv_dim: int
     heads: int
     ffn_dim: float
+    rows: float
+    expert_dim: int
     vocab: int
     embedding: int
     is_tied: bool
@@ -81,7 +97,12 @@ def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
     outside = embedding * (1 if is_tied else 2)
     block = max(0.0, (total - outside) / layers)
     block_active = max(0.0, (active - outside) / layers)
-    experts = 3.0 * dim * limits.get("n_experts", 0) * limits.get("expert_hidden_dim", 0)
+    num_experts, expert_dim = limits.get("n_experts", 0), limits.get("expert_hidden_dim", 0)
+    top_k = min(num_experts, int(getattr(args, "top_k", 1)))
+    idle = 3 * dim * expert_dim * (num_experts - top_k)  # parameters of a layer with experts
+    share = float(num_experts > 0)  # of the layers
+    if idle and total > active:
+        share = (total - active) / layers / idle
     q_dim, kv_dim = heads * head_dim, limits.get("n_kv_heads", heads) * head_dim
     attention = dim * (2 * q_dim + 2 * kv_dim)
     return Sizes(
@@ -91,11 +112,13 @@ def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
         kv_dim=kv_dim,
         heads=heads,
         ffn_dim=max(0.0, (block_active - attention) / (3 * dim)),
+        rows=share * top_k,
+        expert_dim=expert_dim,
         vocab=vocab,
         embedding=embedding,
         is_tied=is_tied,
         block=block,
-        block_experts=min(experts, block),
+        block_experts=min(share * 3 * dim * expert_dim * num_experts, block),
         flops_per_token=spec.flops_per_token(args, seq_len),
     )
 
@@ -110,21 +133,27 @@ def bytes_per_token(sizes: Sizes, tp: int = 1, cp: int = 1) -> float:
     queries and the output of attention, keys and values, four times the feed-forward width, and a
     float32 for each head (log-sum-exp of attention) and each norm. It does not shard the outputs of
     the two norms, which are gathered. Context parallelism adds the gathered keys and values of all
-    ranks. A test measures these bytes.
+    ranks. A mixture of experts keeps input and output of the experts for each row, and its tokens in
+    float32 in place of the gathered norm. A test measures these bytes.
     """
     widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + 4 * sizes.ffn_dim
-    return (2 * widths + 4 * sizes.heads + 8) / tp + 2 * 2 * sizes.dim
+    sharded = 2 * widths + ROW_KEPT * sizes.rows * sizes.dim + 4 * sizes.heads + 8
+    norms = 2 * sizes.dim + (4 * sizes.dim / tp if sizes.rows else 2 * sizes.dim)
+    return sharded / tp + norms
 
 
 def kept_bytes_per_token(sizes: Sizes, layout: Layout) -> float:
     """Return the bytes that a layer keeps per token with the layout's recomputation."""
     every = bytes_per_token(sizes, layout.tp, layout.cp)
     block_input = 2 * sizes.dim / layout.tp
-    products = sizes.q_dim + 2 * sizes.kv_dim + 2 * sizes.dim + 2 * sizes.ffn_dim
+    routed = sizes.rows * sizes.expert_dim
+    products = sizes.q_dim + 2 * sizes.kv_dim + 2 * sizes.dim + 2 * (sizes.ffn_dim - routed)
+    # The output of every product of experts, and the rows that ranks exchange.
+    of_experts = 2 * routed + (3 if layout.ep > 1 else 1) * sizes.rows * sizes.dim
     kept: dict[Recompute, float] = {
         "none": every,
         # The output of attention, and of every second matrix product.
-        "op": block_input + 2 * (sizes.q_dim + products / 2) / layout.tp,
+        "op": block_input + 2 * (sizes.q_dim + products / 2 + of_experts) / layout.tp,
         "full": block_input,
     }
     return kept.get(layout.recompute, (every + block_input) / 2)
@@ -135,12 +164,12 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
     shards = layout.shard * layout.cp
     layers = space.num_slots / layout.pp if layout.pp > 1 else sizes.layers
     dense, experts = sizes.block - sizes.block_experts, sizes.block_experts
-    block = dense / layout.tp + experts / layout.expert_tp
+    block = dense / layout.tp + experts / (layout.ep * layout.expert_tp)
     ends = sizes.params - sizes.layers * sizes.block if layout.pp == 1 else sizes.embedding
     stage = layers * sizes.block / layout.tp + ends / layout.tp
     states = BYTES_KEPT * stage / shards
     whole = layers * block + ends / layout.tp
-    if shards == 1:
+    if not any(params and ranks > 1 for params, ranks, _ in _sharded_params(layout, sizes)):
         gathered = BYTES_GATHERED * whole
     elif not layout.frees_weights:
         gathered = BYTES_GATHERED * whole + (BYTES_REDUCED * whole if layout.pp > 1 else 0)
@@ -152,7 +181,17 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
     kept = kept_bytes_per_token(sizes, layout)
     activations = tokens * layers * kept * _in_flight(layout)
     one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp)
+    one_layer += ROW_TEMPORARY * _rows_of_rank(layout, sizes, space) * sizes.dim
     return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
+
+
+def _rows_of_rank(layout: Layout, sizes: Sizes, space: Space) -> float:
+    """Return the rows that a rank's experts compute in a layer for one micro-batch, if all are even.
+
+    With expert tensor parallelism, each rank has the rows of its tensor-parallel group.
+    """
+    tokens = layout.micro_batch * space.config.training.seq_len / layout.cp / layout.tp
+    return tokens * layout.expert_tp * sizes.rows
 
 
 def _in_flight(layout: Layout) -> float:
@@ -196,6 +235,15 @@ class Network:
             return self.inside
         return min(self.inside, self.between * max(1, self.ranks_per_node // stride))
 
+    def exchange_seconds(self, nbytes: float, members: int, stride: int) -> float:
+        """Return the seconds of an all-to-all, in which a rank sends 1/n of `nbytes` to each rank.
+
+        It uses its links inside the node, and its own card to other nodes.
+        """
+        on_node = max(1, min(members, self.ranks_per_node // stride))
+        inside = nbytes * (on_node - 1) / members / self.inside
+        return max(inside, nbytes * (members - on_node) / members / self.between)
+
 
 def network_of(gpu: Gpu, ranks_per_node: int, node_gb_s: float = NODE_GB_S_PER_GPU) -> Network:
     """Return the network of nodes with these GPUs."""
@@ -206,7 +254,8 @@ def network_of(gpu: Gpu, ranks_per_node: int, node_gb_s: float = NODE_GB_S_PER_G
 def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Network) -> float:
     """Return the estimated seconds of a step.
 
-    Computing, the bubble and the imbalance of a pipeline, and the traffic that does not overlap.
+    Matrix products, the kernels that move rows and gathered weights, the bubble and the imbalance of
+    a pipeline, and the traffic that does not overlap.
     Raises ValueError if the GPU states no peak for the dtype.
     """
     config = space.config
@@ -214,11 +263,36 @@ def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Netwo
     flops = sizes.flops_per_token * tokens * (1 + RECOMPUTED[layout.recompute])
     peak = _peak_flops(config, gpu)
     computing = flops / (peak * COMPUTE_REACHED) / space.world_size
+    computing += _memory_seconds(layout, sizes, space, gpu)
     traffic = _traffic(layout, sizes, space, network)
     hideable = traffic["data"]
     exposed = EXPOSED * hideable + max(0.0, (1 - EXPOSED) * hideable - computing)
-    exposed += traffic["layers"] + traffic["stages"]
+    exposed += traffic["layers"] + traffic["experts"] + traffic["stages"]
     return (computing + exposed) * _pipeline_factor(layout, space)
+
+
+def _memory_seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu) -> float:
+    """Return the seconds of kernels that move rows of experts, or weights that FSDP gathers.
+
+    The kernels of the dense layers are a part of `COMPUTE_REACHED`.
+    """
+    bandwidth = gpu.hbm_tb_s * 1e12 * MEMORY_REACHED
+    forward, backward = ROW_FORWARD, ROW_BACKWARD
+    if layout.ep > 1:
+        forward, backward = forward + SORTED_FORWARD, backward + SORTED_BACKWARD
+    per_row = backward + forward * _num_forwards(layout)
+    rows = _rows_of_rank(layout, sizes, space) * layout.num_micro * sizes.layers / layout.pp
+    moved = per_row * rows * sizes.dim
+    gathers, scatters = _num_collectives(layout)
+    for params, ranks, _ in _sharded_params(layout, sizes):
+        if ranks > 1:
+            moved += (gathers * COPIED_GATHERED + scatters * COPIED_REDUCED) * params
+    return moved / bandwidth
+
+
+def _num_forwards(layout: Layout) -> float:
+    """Return how often a layer runs its forward, of which recomputation is a part."""
+    return 1 + min(1.0, 3 * RECOMPUTED[layout.recompute])
 
 
 def _peak_flops(config: JobConfig, gpu: Gpu) -> float:
@@ -247,8 +321,33 @@ def _pipeline_factor(layout: Layout, space: Space) -> float:
     return (1 + bubble) * slots / space.num_slots
 
 
+def _num_collectives(layout: Layout) -> tuple[int, int]:
+    """Return how often a step gathers the weights, and scatters the gradients.
+
+    Weights are gathered for forward, and for backward if they were freed. Gradients are scattered in
+    each backward, with a pipeline in the last one.
+    """
+    gathers = layout.num_micro * (2 if layout.frees_weights else 1)
+    if layout.pipeline is not None and not layout.frees_weights:
+        gathers = 1
+    return gathers, 1 if layout.pipeline is not None else layout.num_micro
+
+
+def _sharded_params(layout: Layout, sizes: Sizes) -> tuple[tuple[float, int, int], ...]:
+    """Return (gathered parameters of a rank, ranks, stride) of the dense weights and of the experts."""
+    experts = sizes.layers * sizes.block_experts
+    degree = layout.ep * layout.expert_tp
+    return (
+        ((sizes.params - experts) / layout.tp / layout.pp, layout.shard * layout.cp, layout.tp),
+        (experts / degree / layout.pp, layout.num_expert_ranks // layout.ep, degree),
+    )
+
+
 def _traffic(layout: Layout, sizes: Sizes, space: Space, network: Network) -> dict[str, float]:
-    """Return the seconds of traffic in a step: of data parallelism, within layers, between stages."""
+    """Return the seconds of traffic in a step.
+
+    Of data parallelism, within layers, between the ranks of experts, and between stages.
+    """
 
     def ring(nbytes: float, members: int, stride: int) -> float:
         """Return the seconds of an all-gather or reduce-scatter: a rank sends (n - 1)/n of it."""
@@ -256,18 +355,12 @@ def _traffic(layout: Layout, sizes: Sizes, space: Space, network: Network) -> di
             return 0.0
         return nbytes * (members - 1) / members / network.bandwidth(members, stride)
 
-    shards = layout.shard * layout.cp
-    dense = (sizes.params - sizes.layers * sizes.block_experts) / layout.tp
-    params = (dense + sizes.layers * sizes.block_experts / layout.expert_tp) / layout.pp
-    # Weights are gathered for forward, and for backward if they were freed. Gradients are scattered
-    # in each backward, with a pipeline in the last one.
-    gathers = layout.num_micro * (2 if layout.frees_weights else 1)
-    if layout.pipeline is not None and not layout.frees_weights:
-        gathers = 1
-    scatters = 1 if layout.pipeline is not None else layout.num_micro
-    sharding = (gathers * BYTES_GATHERED + scatters * BYTES_REDUCED) * params
-    data = ring(sharding, shards, layout.tp)
-    data += 2 * ring(BYTES_REDUCED * params / shards, layout.replicate, shards * layout.tp)
+    gathers, scatters = _num_collectives(layout)
+    replica = layout.shard * layout.cp * layout.tp
+    data = 0.0
+    for params, ranks, stride in _sharded_params(layout, sizes):
+        data += ring((gathers * BYTES_GATHERED + scatters * BYTES_REDUCED) * params, ranks, stride)
+        data += 2 * ring(BYTES_REDUCED * params / ranks, layout.replicate, replica)
 
     activation = 2 * layout.micro_batch * space.config.training.seq_len / layout.cp * sizes.dim
     layers = layout.num_micro * sizes.layers / layout.pp
@@ -276,9 +369,18 @@ def _traffic(layout: Layout, sizes: Sizes, space: Space, network: Network) -> di
     per_layer = (8 if layout.recompute in ("none", "op") else 12) * ring(activation, layout.tp, 1)
     keys = 2 * layout.micro_batch * space.config.training.seq_len * 2 * sizes.kv_dim / layout.tp
     per_layer += 2 * ring(keys, layout.cp, layout.tp)
+    # Rows go to their experts and back in forward and in backward; "op" keeps the exchanged rows.
+    exchanges = 4 if layout.recompute in ("none", "op") else 6
+    rows = BYTES_GATHERED * _rows_of_rank(layout, sizes, space) * sizes.dim
+    experts = exchanges * network.exchange_seconds(rows, layout.ep, layout.expert_tp)
     stages = 0.0
     if layout.pipeline is not None:
         messages = layout.num_micro * 2 * layout.pipeline.stages_per_rank
         stride = space.world_size // layout.pp
         stages = messages * activation / layout.tp / network.bandwidth(2, stride)
-    return {"data": data, "layers": layers * per_layer, "stages": stages}
+    return {
+        "data": data,
+        "layers": layers * per_layer,
+        "experts": layers * experts,
+        "stages": stages,
+    }

@@ -38,12 +38,6 @@ def dry_runs(
 
 def unsupported(config: JobConfig) -> str:
     """Return why this configuration cannot be dry-run; "" if it can."""
-    if config.parallelism.expert_parallel_degree > 1:
-        return (
-            f"parallelism.expert_parallel_degree = {config.parallelism.expert_parallel_degree}: the "
-            "rows that ranks exchange depend on values, which a dry run does not have. Expected 1: "
-            "plan it with --parallelism.expert_parallel_degree 1, which shards the experts with FSDP"
-        )
     if config.activation_checkpoint.mode == "offload":
         return (
             'activation_checkpoint.mode = "offload": a dry run does not model activations in host '
@@ -59,7 +53,10 @@ def assumptions(config: JobConfig) -> list[str]:
     model = config.model
     spec = get_spec(model.name)
     if has_experts(spec, resolve_args(spec, model.flavor, model.args)):
-        notes.append("tokens are routed evenly to all experts; uneven routing needs more memory")
+        notes.append(
+            "even routing assumed: all experts receive the same number of tokens. Uneven routing needs "
+            "more memory and time"
+        )
     if config.compile.enable:
         notes.append(
             "compile.enable: memory is that of the eager model, which is an upper bound: fused "

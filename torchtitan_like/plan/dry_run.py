@@ -32,9 +32,16 @@ from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import get_spec, has_experts, needs_positions, resolve_args
+from torchtitan_like.optim.balancing import describe_layers
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer
-from torchtitan_like.plan.fake import DEVICE_TYPE, faking, join_fake_world, register_device
+from torchtitan_like.plan.fake import (
+    DEVICE_TYPE,
+    MirrorGroup,
+    faking,
+    join_fake_world,
+    register_device,
+)
 from torchtitan_like.plan.record import Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate
 from torchtitan_like.step import StepRunner
@@ -87,6 +94,7 @@ def record_rank(
     sections = model_sections(config)
     with faking(recorder) as fake:
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
+        recorder.name_dimensions(world.groups)
         _record_steps(config, world, recorder, num_steps)
     return DryRun(rank, dims, recorder.recording)
 
@@ -133,6 +141,11 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         for buffer in part.buffers():
             recorder.assign(buffer, "other")
     recorder.recording.mark("model")
+    step_group, layers_of_others = world.step_group, None
+    assert isinstance(step_group, MirrorGroup)
+    if world.dims.pp > 1 and has_experts(spec, args):
+        with torch.device("meta"):  # pipeline ranks gather the experts' layers of all stages
+            layers_of_others = describe_layers([spec.build(args)])
     with world.allocating(), recorder.allocating("optimizer"):
         optimization = build_optimizer(
             config.optimizer,
@@ -146,8 +159,9 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             settings=config.extra_sections,
         )
         ema = build_ema(config.ema, optimization.optimizer)
-        balancer = build_balancer(model.parts, world, config.parallelism)
-        if balancer is not None:
+        with step_group.gathering_from_others(layers_of_others):
+            balancer = build_balancer(model.parts, world, config.parallelism)
+        if config.debug.moe_force_load_balance:
             choose_in_turn(model.parts)
         gate_device = optimization.optimizer.parameters[0].device
         gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {})

@@ -54,6 +54,7 @@ _PROTOCOLS = (
 # Kind of a collective -> times that each rank sends (n - 1)/n of the tensor.
 _PASSES = {"allreduce": 2, "all_reduce": 2}
 _MESSAGES = ("send", "recv")
+_ALL_TO_ALL = ("alltoall", "all_to_all")
 
 
 def is_message(item: WorkItem) -> bool:
@@ -62,6 +63,7 @@ def is_message(item: WorkItem) -> bool:
 
 
 _ADDING = ("addmm", "baddbmm")  # their first operand is added to the product
+_GROUPED = "_grouped_mm"
 
 
 def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
@@ -72,14 +74,33 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """
     peak = peak_flops(item.dtype, gpu)
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
+    if item.op == _GROUPED:
+        operands = _even_groups(*item.shapes[:3])
     rate = peak * cluster.matmul_efficiency * fill_share(operands, gpu.multiprocessors)
     return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
+
+
+def _even_groups(
+    first: tuple[int, ...], second: tuple[int, ...], ends: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the operands of a batch of equal matrix products in place of a grouped one.
+
+    (rows, k) and (groups, k, n) is a product for the rows of each group. (m, rows) and (rows, n) is
+    a sum over them. ends: (groups,).
+    """
+    (num_groups,) = ends
+    if len(second) == 3:
+        rows = math.ceil(first[0] / num_groups)
+        return (num_groups, rows, first[1]), second
+    rows = math.ceil(first[1] / num_groups)
+    return (num_groups, first[0], rows), (num_groups, rows, second[1])
 
 
 def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
     """Return the share of the peak that tiles and waves allow.
 
     operands: (..., m, k) and (..., k, n), then anything. 1.0 for others, such as convolutions.
+    Products of a batch have tiles of their own, however small they are.
     """
     if len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
         return 1.0
@@ -87,7 +108,9 @@ def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> flo
     batch = math.prod(operands[0][:-2])
     ramp = k / (k + RAMP)
     area = batch * m * n
-    shares = [min(1.0, area / (multiprocessors * 128 * 128)) * SPLIT_SHARE]
+    tile = 128 * 128
+    covered = batch * math.ceil(m / 128) * math.ceil(n / 128) * tile if batch > 1 else area
+    shares = [area / max(covered, multiprocessors * tile) * SPLIT_SHARE]
     for rows, columns, speed in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(tiles / multiprocessors)
@@ -124,7 +147,7 @@ def visible_share(item: WorkItem) -> float:
 
 
 # Kernels that touch only the indexed rows of their largest tensor.
-_INDEXED = ("embedding", "gather", "scatter_add_", "index")
+_INDEXED = ("embedding", "gather", "scatter_add_", "index", "index_select")
 # Kernels whose name ends with "_", but which only write what others change in place.
 _OVERWRITING = ("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_")
 
@@ -149,7 +172,8 @@ def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return the time of a collective or message: latency of the hops + bytes / bandwidth.
 
     A rank of a ring sends (n - 1)/n of the tensor, twice for an all-reduce. A ring that leaves a
-    node leaves it once for each of the group's GPUs there: they share their network cards.
+    node leaves it once for each of the group's GPUs there: they share their network cards. In an
+    all-to-all, each rank sends 1/n of its tensor to every rank, to other nodes through its own card.
     """
     group = item.group
     if group is None or group.size == 1:
@@ -157,13 +181,17 @@ def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     link = gpu.link_gb_s * 1e9 * LINK_SHARE
     per_node = max(1, min(group.size, cluster.gpus_per_node // max(1, group.stride)))
     num_nodes = -(-group.size // per_node)
+    if item.op.startswith(_ALL_TO_ALL):
+        to_other_nodes = item.num_bytes * (group.size - per_node) / group.size
+        inside = item.num_bytes * (per_node - 1) / group.size
+        card = cluster.inter_node_gb_s * 1e9 * NETWORK_SHARE
+        return max(inside / link, to_other_nodes / card) + _message_latency(num_nodes)
     bandwidth = link
     if num_nodes > 1:
         network = per_node * cluster.inter_node_gb_s * 1e9 * NETWORK_SHARE
         bandwidth = min(link, network) if per_node > 1 else network
     if is_message(item):
-        hop = _PROTOCOLS[0].network if num_nodes > 1 else _PROTOCOLS[0].link
-        return item.num_bytes / bandwidth + (_PROTOCOLS[0].base + hop) * 1e-6
+        return item.num_bytes / bandwidth + _message_latency(num_nodes)
     passes = next((n for name, n in _PASSES.items() if item.op.startswith(name)), 1)
     sent = passes * item.num_bytes * (group.size - 1) / group.size
     return min(
@@ -172,6 +200,12 @@ def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
         for protocol in _PROTOCOLS
         if passes == 2 or not protocol.is_tree
     )
+
+
+def _message_latency(num_nodes: int) -> float:
+    """Return the seconds of a message without bytes, and of messages to all ranks of a group."""
+    hop = _PROTOCOLS[0].network if num_nodes > 1 else _PROTOCOLS[0].link
+    return (_PROTOCOLS[0].base + hop) * 1e-6
 
 
 def _latency(protocol: _Protocol, passes: int, size: int, num_nodes: int) -> float:

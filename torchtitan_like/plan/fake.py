@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from torchtitan_like.distributed import expert_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
@@ -264,6 +265,33 @@ def _using_gpu_kernels() -> Iterator[None]:
             setattr(module, name, original)
 
 
+# ---- experts
+
+
+def _split_evenly(counts: Tensor, num_rows: int) -> list[list[int]]:
+    """As `expert_parallel.read_split_sizes`, if each rank sends as many rows to every rank.
+
+    Each rank then receives as many rows as it sends.
+    """
+    torch.ops.torchtitan_like.copy_to_host(counts)  # a part of the run, without values here
+    num_ranks = counts.shape[1]
+    share, remainder = divmod(num_rows, num_ranks)
+    sizes = [share + (rank < remainder) for rank in range(num_ranks)]
+    return [sizes, sizes]
+
+
+@contextmanager
+def _routing_evenly() -> Iterator[None]:
+    """Let expert-parallel ranks exchange equal numbers of rows."""
+    module: Any = expert_parallel
+    original = module.read_split_sizes
+    module.read_split_sizes = _split_evenly
+    try:
+        yield
+    finally:
+        module.read_split_sizes = original
+
+
 # ---- ranks
 
 
@@ -274,6 +302,7 @@ class MirrorGroup(HostGroup):
         super().__init__([0], timedelta(0))
         self.size = size
         self._rank = rank
+        self._others: Any = None
 
     @property
     def rank(self) -> int:
@@ -285,8 +314,18 @@ class MirrorGroup(HostGroup):
     def gather(self, rows: Tensor) -> Tensor:
         return torch.stack([rows] * self.size)
 
+    @contextmanager
+    def gathering_from_others(self, value: Any) -> Iterator[None]:
+        """Let `gather_objects` return this value for the missing members."""
+        self._others = value
+        try:
+            yield
+        finally:
+            self._others = None
+
     def gather_objects(self, value: Any) -> list[Any]:
-        return [value] * self.size
+        others = value if self._others is None else self._others
+        return [value] + [others] * (self.size - 1)
 
     def broadcast_object(self, value: Any) -> Any:
         return value
@@ -412,6 +451,12 @@ def _recording_actions(recorder: Recorder) -> Iterator[None]:
             setattr(base, name, original)
 
 
+def _grouped_mm_shape(first: Tensor, second: Tensor, offs: Tensor, *rest: Any) -> tuple[int, ...]:
+    """(rows, k) and (groups, k, n), or (m, rows) and (rows, n), which are summed by group."""
+    groups = offs.shape if second.dim() == 2 else ()
+    return (*groups, first.shape[0], second.shape[-1])
+
+
 class _FakeMode(FakeTensorMode):
     """Constants of `torch.tensor` never reach the device. Page-locked memory is a copy."""
 
@@ -422,6 +467,9 @@ class _FakeMode(FakeTensorMode):
     ) -> Any:
         if func is torch.ops.aten._pin_memory.default:  # torch has no fake implementation
             func, args, kwargs = torch.ops.aten.clone.default, args[:1], {}
+        elif func is torch.ops.aten._grouped_mm.default:  # torch's accepts only bfloat16
+            shape = _grouped_mm_shape(*args, **kwargs or {})
+            func, args, kwargs = torch.ops.aten.new_empty.default, (args[0], shape), {}
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
@@ -443,4 +491,5 @@ def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
         stack.enter_context(_holding_messages(recorder))
         stack.enter_context(_recording_actions(recorder))
         stack.enter_context(_using_gpu_kernels())
+        stack.enter_context(_routing_evenly())
         yield enter

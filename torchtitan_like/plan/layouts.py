@@ -43,7 +43,8 @@ PIPELINES = (
 class Layout:
     """One layout of the ranks.
 
-    expert_tp: `expert_tensor_parallel_degree`. pipeline: None without one.
+    ep, expert_tp: `expert_parallel_degree` and `expert_tensor_parallel_degree`, which use ranks of
+    the other degrees. pipeline: None without one.
     micro_batch: samples of one forward pass. num_micro: forward passes of a step.
     recompute: what backward computes again. frees_weights: gathered weights are freed after forward.
     """
@@ -53,6 +54,7 @@ class Layout:
     shard: int
     cp: int
     tp: int
+    ep: int
     expert_tp: int
     pipeline: Pipeline | None
     micro_batch: int
@@ -78,14 +80,19 @@ class Layout:
             kinds.append(f"HSDP {self.replicate} x {self.shard}")
         elif self.dp > 1:
             kinds.append(f"FSDP {self.shard}" if self.shard > 1 else f"DDP {self.replicate}")
-        if self.expert_tp > 1:
-            kinds.append(f"ETP {self.expert_tp}")
+        borrowed = (("EP", self.ep), ("ETP", self.expert_tp))
+        kinds += [f"{kind} {degree}" for kind, degree in borrowed if degree > 1]
         return " x ".join(kinds) or "one GPU"
 
     @property
     def num_kinds(self) -> int:
         """Kinds of parallelism besides data parallelism: how complicated the layout is."""
-        return sum(degree > 1 for degree in (self.pp, self.cp, self.tp))
+        return sum(degree > 1 for degree in (self.pp, self.cp, self.tp, self.ep))
+
+    @property
+    def num_expert_ranks(self) -> int:
+        """Ranks over which experts are distributed or sharded, whole or in parts of `expert_tp`."""
+        return self.shard * self.cp * self.tp // self.expert_tp
 
     @property
     def details(self) -> str:
@@ -105,7 +112,7 @@ class Space:
     """What bounds the layouts.
 
     config: the given configuration. ranks_per_node: the most tensor-parallel ranks.
-    global_batch: samples of a step. num_layers, has_experts: of the model.
+    global_batch: samples of a step. num_layers, num_experts: of the model, 0 experts if it is dense.
     """
 
     config: JobConfig
@@ -113,7 +120,7 @@ class Space:
     ranks_per_node: int
     global_batch: int
     num_layers: int
-    has_experts: bool
+    num_experts: int
 
     @property
     def num_slots(self) -> int:
@@ -144,16 +151,17 @@ def meshes(space: Space) -> Iterator[Layout]:
         dp, remainder = divmod(space.world_size, pp * tp * cp)
         if remainder or not dp:
             continue
-        expert_tps = sorted({1, tp}) if space.has_experts else [1]
+        expert_tps = sorted({1, tp}) if space.num_experts else [1]
         pipelines = [one for one in PIPELINES if _can_split(space, pp, one)] if pp > 1 else [None]
         for shard, expert_tp, pipeline in product(divisors(dp), expert_tps, pipelines):
             rows = space.global_batch // dp
-            yield Layout(
+            layout = Layout(
                 pp=pp,
                 replicate=dp // shard,
                 shard=shard,
                 cp=cp,
                 tp=tp,
+                ep=1,
                 expert_tp=expert_tp,
                 pipeline=pipeline,
                 micro_batch=1,
@@ -161,6 +169,10 @@ def meshes(space: Space) -> Iterator[Layout]:
                 recompute="as given",
                 frees_weights=frees_weights(space.config, pp),
             )
+            # Every degree that divides the experts and their ranks; 1 alone for a dense model.
+            degrees = divisors(math.gcd(space.num_experts, layout.num_expert_ranks))
+            for ep in degrees if space.num_experts else [1]:
+                yield replace(layout, ep=ep)
 
 
 def variants(space: Space, mesh: Layout) -> Iterator[Layout]:
@@ -234,6 +246,7 @@ SETTINGS: dict[str, Callable[[Layout, Space], Any]] = {
     "parallelism.fsdp_reshard_after_forward": lambda layout, space: _reshard(layout, space.config),
     "parallelism.tensor_parallel_degree": lambda layout, space: layout.tp,
     "parallelism.context_parallel_degree": lambda layout, space: layout.cp,
+    "parallelism.expert_parallel_degree": lambda layout, space: layout.ep,
     "parallelism.expert_tensor_parallel_degree": lambda layout, space: layout.expert_tp,
     "parallelism.pipeline_parallel_degree": lambda layout, space: layout.pp,
     "parallelism.pipeline_parallel_schedule": (

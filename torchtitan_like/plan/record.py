@@ -18,7 +18,7 @@ Work. `work` is the list of `WorkItem` in the order in which the host issues the
 | `matmul` | a matrix product | flops, shapes, dtype, num_bytes |
 | `attention` | a fused attention kernel | flops (of the whole square), is_causal, shapes |
 | `memory` | any other kernel, limited by bandwidth | num_bytes |
-| `copy` | a copy between host and device | num_bytes |
+| `copy` | a copy between host and device; the host waits for `copy_to_host` | num_bytes |
 | `collective` | a collective or a message | num_bytes, group, is_async |
 | `wait` | a stream waits for another stream | waits_for |
 
@@ -71,11 +71,15 @@ COMPUTE = 0  # the stream of the model's own kernels
 
 
 class Group(NamedTuple):
-    """A process group. stride: distance of its first two ranks, 0 for one rank."""
+    """A process group. stride: distance of its first two ranks, 0 for one rank.
+
+    dimension: of the mesh, as in `World.groups`; "" for groups of no single dimension.
+    """
 
     name: str
     size: int
     stride: int
+    dimension: str = ""
 
 
 class WorkItem(NamedTuple):
@@ -310,6 +314,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[int, bool]] = {}
         self._operators: dict[Any, _Operator] = {}
         self._groups: dict[str, Group] = {}
+        self._dimensions: dict[str, list[str]] = {}  # of process groups, by their names
         self._last_on_stream: dict[int, int] = {}
         # Collectives that have not been waited for, by the storage that they write.
         self._pending: dict[int, int] = {}
@@ -582,6 +587,7 @@ class Recorder(TorchDispatchMode):
         is_functional = isinstance(args[-1], str) or name.endswith("_functional")
         module, pass_ = self._position()
         flags = [arg for arg in args if isinstance(arg, bool)]
+        group = self._group(args)
         item = self.issue(
             WorkItem(
                 "collective",
@@ -591,7 +597,7 @@ class Recorder(TorchDispatchMode):
                 pass_,
                 num_bytes=max(map(num_bytes, tensors)),
                 dtype=str(tensors[-1].dtype).removeprefix("torch."),
-                group=self._group(args),
+                group=group._replace(dimension=self._dimension(group.name, name, is_functional)),
                 is_async=is_functional or name in ("send", "recv_") or any(flags),
                 reads=self._ids(inputs),
                 writes=self._ids(outputs),
@@ -599,6 +605,25 @@ class Recorder(TorchDispatchMode):
         )
         if is_functional:
             self._pending[self.id_of(outputs[0])] = item
+
+    def name_dimensions(self, groups: Mapping[str, dist.ProcessGroup]) -> None:
+        """Let the recorder know the process groups of the mesh. groups: `World.groups`."""
+        for name, group in groups.items():
+            self._dimensions.setdefault(group.group_name, []).append(name)
+
+    def _dimension(self, group: str, op: str, is_functional: bool) -> str:
+        """Return the dimension to which a collective belongs. group: the name of its process group.
+
+        Dimensions that have all ranks share the default group. Of its collectives, the all-to-alls
+        belong to expert parallelism, and those of FSDP2, which alone are not functional, to "efsdp".
+        """
+        names = self._dimensions.get(group, [])
+        if "ep" in names and op.startswith("all_to_all"):
+            return "ep"
+        if "efsdp" in names and not is_functional:
+            return "efsdp"
+        others = [name for name in names if name not in ("ep", "efsdp")]
+        return (others or names or [""])[0]
 
     def _group(self, args: tuple[Any, ...]) -> Group:
         for arg in args:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
+from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan import closed_form
 from torchtitan_like.plan.closed_form import Network, network_of, sizes_of
 from torchtitan_like.plan.gpus import Gpu
@@ -81,13 +81,14 @@ def space_of(config: JobConfig, world_size: int, ranks_per_node: int, global_bat
     """Return the space of a configuration. global_batch: samples of a step."""
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
+    limits = spec.constraints(args)
     return Space(
         config,
         world_size,
         ranks_per_node,
         global_batch,
-        spec.constraints(args).get("n_layers", 1),
-        has_experts(spec, args),
+        limits.get("n_layers", 1),
+        limits.get("n_experts", 0),
     )
 
 
@@ -166,7 +167,7 @@ def shortlist(legal: Sequence[Screened], number: int) -> list[Layout]:
     chosen: list[Layout] = []
     for screened in legal:
         layout = screened.layout
-        group = layout.pp, layout.cp, layout.tp, layout.expert_tp
+        group = layout.pp, layout.cp, layout.tp, layout.ep, layout.expert_tp
         counts[group] += 1
         if counts[group] <= PER_GROUP:
             chosen.append(layout)

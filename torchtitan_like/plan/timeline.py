@@ -20,7 +20,7 @@ from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.durations import collective_seconds, durations, is_message
 from torchtitan_like.plan.gpus import Gpu
-from torchtitan_like.plan.record import COMPUTE, Group, Recording, WorkItem
+from torchtitan_like.plan.record import COMPUTE, Recording, WorkItem
 
 Part = Literal[
     "matrix products",
@@ -30,6 +30,7 @@ Part = Literal[
     "exposed: data parallel",
     "exposed: tensor parallel",
     "exposed: context parallel",
+    "exposed: expert parallel",
     "exposed: pipeline messages",
     "exposed: copies",
     "host",
@@ -44,6 +45,14 @@ _KINDS: Mapping[str, Part] = {
     "memory": "other kernels",
     "copy": "exposed: copies",
 }
+# Of a collective, by the dimension of its process group. All others are data parallel.
+_DIMENSIONS: Mapping[str, Part] = {
+    "tp": "exposed: tensor parallel",
+    "expert_tp": "exposed: tensor parallel",
+    "cp": "exposed: context parallel",
+    "ep": "exposed: expert parallel",
+}
+_HOST_WAITS = ("copy_to_host",)  # operators after which the host waits for the device
 
 
 @dataclass(frozen=True)
@@ -122,10 +131,10 @@ def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clust
         seconds = durations(run.recording, gpu, cluster, fuses=compiles)
         if hidden:
             seconds = [
-                value * (1 - hidden) if _is_tensor_parallel(item, run.dims) else value
+                value * (1 - hidden) if _is_tensor_parallel(item) else value
                 for item, value in zip(run.recording.work, seconds, strict=True)
             ]
-        plays.append(play(run.recording, seconds, run.dims))
+        plays.append(play(run.recording, seconds))
     return plays
 
 
@@ -148,14 +157,14 @@ def _flops_per_token(config: JobConfig) -> float:
 def play(
     recording: Recording,
     seconds: Sequence[float],
-    dims: ParallelDims,
     host_operator: float = HOST_OPERATOR,
 ) -> Played:
     """Run the work between the last two marks on its streams, and return when all of it is done.
 
     An item starts when the host has issued it, its stream is free, and, for a collective, its
     process group is free: NCCL runs the collectives of a group one after another. Messages between
-    stages take no time here. seconds: of each item.
+    stages take no time here. After a copy that the host reads, the host continues when it is done.
+    seconds: of each item.
     """
     start, end = (mark.num_work for mark in recording.marks[-2:])
     streams: dict[int, float] = {}
@@ -173,7 +182,7 @@ def play(
         if item.kind == "wait":
             target = ends.get(item.waits_for, 0.0)
             if target > now and item.stream == COMPUTE:
-                parts[_part_of(recording.work[item.waits_for], dims)] += target - now
+                parts[_part_of(recording.work[item.waits_for])] += target - now
             streams[item.stream] = ends[index] = max(now, target)
             continue
         if seconds[index] > 0:
@@ -188,11 +197,13 @@ def play(
         else:
             finish = begin + duration
         ends[index] = finish
+        if item.op in _HOST_WAITS:
+            host = finish
         if item.is_async:
             streams[item.stream] = begin
             continue
         if item.stream == COMPUTE:
-            parts[_part_of(item, dims)] += finish - begin
+            parts[_part_of(item)] += finish - begin
         streams[item.stream] = finish
     clock_at[end] = streams.get(COMPUTE, 0.0)
     total = max(streams.values(), default=0.0)
@@ -210,27 +221,17 @@ def _boundaries(recording: Recording) -> set[int]:
     return {index for span in recording.actions for index in (span.start, span.end)}
 
 
-def _part_of(item: WorkItem, dims: ParallelDims) -> Part:
+def _part_of(item: WorkItem) -> Part:
     """Return to which part of the step an item of the compute stream belongs."""
-    if item.kind == "collective":
-        assert item.group is not None
-        return dimension_of(item.group, dims, is_message=is_message(item))
-    return "optimizer" if item.pass_ == "update" else _KINDS[item.kind]
+    if item.kind != "collective":
+        return "optimizer" if item.pass_ == "update" else _KINDS[item.kind]
+    assert item.group is not None
+    others: Part = "exposed: pipeline messages" if is_message(item) else "exposed: data parallel"
+    return _DIMENSIONS.get(item.group.dimension, others)
 
 
-def _is_tensor_parallel(item: WorkItem, dims: ParallelDims) -> bool:
-    return item.group is not None and (item.group.size, item.group.stride) == (dims.tp, 1)
-
-
-def dimension_of(group: Group, dims: ParallelDims, *, is_message: bool = False) -> Part:
-    """Return the kind of parallelism whose group this is, by its size and stride."""
-    if (group.size, group.stride) == (dims.tp, 1) and dims.tp > 1:
-        return "exposed: tensor parallel"
-    if (group.size, group.stride) == (dims.cp, dims.tp) and dims.cp > 1:
-        return "exposed: context parallel"
-    if is_message:
-        return "exposed: pipeline messages"
-    return "exposed: data parallel"
+def _is_tensor_parallel(item: WorkItem) -> bool:
+    return item.group is not None and item.group.dimension == "tp"
 
 
 # ---- pipelines

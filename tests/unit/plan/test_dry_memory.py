@@ -17,11 +17,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
     [
         ("debug_model", "--activation_checkpoint.mode=full", ""),
         ("debug_model", "--activation_checkpoint.mode=offload", "activation_checkpoint.mode"),
-        (
-            "qwen3_moe_debug",
-            "--parallelism.expert_parallel_degree=2",
-            "parallelism.expert_parallel_degree = 2",
-        ),
+        ("qwen3_moe_debug", "--parallelism.expert_parallel_degree=2", ""),
     ],
 )
 def test_unsupported_settings_are_named(name: str, setting: str, start: str) -> None:

@@ -75,6 +75,28 @@ def test_a_thin_matmul_takes_the_time_of_its_bytes() -> None:
     assert item_seconds(item, GPU, CLUSTER) == pytest.approx(item.num_bytes / 0.5e12 + LAUNCH)
 
 
+@pytest.mark.parametrize(
+    ("grouped", "single"),
+    [
+        # 8 groups of 256 rows; then the gradient of the weights, a sum over each group's rows.
+        (((2048, 512), (8, 512, 768), (8,)), ((256, 512), (512, 768))),
+        (((512, 2048), (2048, 768), (8,)), ((512, 256), (256, 768))),
+    ],
+)
+def test_a_grouped_product_is_a_batch_of_equal_ones(
+    grouped: tuple[tuple[int, ...], ...], single: tuple[tuple[int, ...], ...]
+) -> None:
+    flops = 2 * 2048 * 512 * 768
+    item = matmul(2048, 512, 768)._replace(op="_grouped_mm", flops=flops, shapes=grouped)
+    batch = item._replace(op="bmm", shapes=tuple((8, *shape) for shape in single))
+    assert item_seconds(item, GPU, CLUSTER) == item_seconds(batch, GPU, CLUSTER)
+    # A rank with as many rows in more groups fills fewer of its tiles.
+    rows, groups, ends = grouped
+    more = (64, *groups[1:]) if len(groups) == 3 else groups
+    narrow = item._replace(shapes=(rows, more, (64,)))
+    assert item_seconds(narrow, GPU, CLUSTER) > 1.2 * item_seconds(item, GPU, CLUSTER)
+
+
 def attention(queries: int, keys: int, *, is_causal: bool) -> WorkItem:
     shapes = ((1, 8, queries, 128), (1, 8, keys, 128), (1, 8, keys, 128))
     flops = 4 * 8 * queries * keys * 128
@@ -121,6 +143,7 @@ def test_kernels_read_and_write_what_they_touch() -> None:
     assert traffic(kernel("exp_", 100, writes=100)) == 200  # read and written
     assert traffic(kernel("copy_", 100, 50, writes=100)) == 150  # the target is not read
     assert traffic(kernel("embedding", 1000, 8, 16)) == 48  # rows of the table, not all of it
+    assert traffic(kernel("index_select", 1000, 8, 16)) == 48
 
 
 def collective(op: str, size: int, stride: int, num_bytes: int = 2**30) -> WorkItem:
@@ -147,6 +170,19 @@ def test_a_ring_across_nodes_shares_the_cards_of_its_ranks() -> None:
     assert pairs == pytest.approx(
         2**30 * 15 / 16 / (2 * network) + (8.4 + 8 * 3.4 + 7 * 9.6) * 1e-6
     )
+
+
+@pytest.mark.parametrize("op", ["all_to_all_single", "alltoall_base"])
+def test_an_all_to_all_is_limited_by_the_slower_of_links_and_network_cards(op: str) -> None:
+    link, card = 100e9 * LINK_SHARE, 50e9 * NETWORK_SHARE
+    inside = item_seconds(collective(op, 8, 1), GPU, CLUSTER)
+    assert inside == pytest.approx(2**30 * 7 / 8 / link + (8.4 + 3.4) * 1e-6)
+    # Of 16 parts, 8 go to the other node, through a card for each rank.
+    two_nodes = item_seconds(collective(op, 16, 1), GPU, CLUSTER)
+    assert two_nodes == pytest.approx(2**30 * 8 / 16 / card + (8.4 + 9.6) * 1e-6)
+    # Neighbors with expert tensor parallelism of 4: two ranks on each node.
+    spread = item_seconds(collective(op, 4, 4), GPU, CLUSTER)
+    assert spread == pytest.approx(2**30 * 2 / 4 / card + (8.4 + 9.6) * 1e-6)
 
 
 def test_a_small_all_reduce_takes_a_tree_and_one_rank_takes_no_time() -> None:

@@ -30,7 +30,7 @@ from torchtitan_like.util.units import MIB
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 GPU, CLUSTER = load_gpu("h100-80g"), load_cluster("default")
-FSDP = Layout(1, 1, 2, 1, 1, 1, None, 8, 4, "none", True)
+FSDP = Layout(1, 1, 2, 1, 1, 1, 1, None, 8, 4, "none", True)
 PIPELINE = replace(
     FSDP, pp=2, shard=1, pipeline=Pipeline("1F1B", 1), num_micro=8, frees_weights=False
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,38 @@ def test_long_sequences_are_sharded() -> None:
 def test_experts_are_sharded_with_tensor_parallelism_or_not() -> None:
     kinds = {(mesh.tp, mesh.expert_tp) for mesh in meshes(space("qwen3_moe_debug", 4, 8))}
     assert kinds == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)}
+
+
+def test_the_degrees_of_experts_are_all_that_preflight_accepts() -> None:
+    """Six experts on four ranks: 4 divides the ranks and not the experts, 3 the experts alone."""
+    of = space("qwen3_moe_debug", 4, 8, "--model.args.num_experts=6", "--model.args.top_k=2")
+    spec = get_spec("qwen3")
+    args = resolve_args(spec, "debugmodel_moe", of.config.model.args)
+    meshes_of = [mesh for mesh in meshes(of) if mesh.pp == 1]
+    found = {
+        mesh
+        for mesh in meshes_of
+        if mesh.ep > 1 and not check_layout(apply(mesh, of), 4, spec, args)
+    }
+    expected = {
+        other
+        for mesh in meshes_of
+        if mesh.ep == 1
+        for other in (replace(mesh, ep=ep) for ep in range(2, 9))
+        if not check_layout(apply(other, of), 4, spec, args)
+    }
+    assert found == expected
+    assert {mesh.name for mesh in found} == {
+        "FSDP 4 x EP 2",
+        "HSDP 2 x 2 x EP 2",
+        "TP 2 x FSDP 2 x EP 2",
+        "TP 2 x FSDP 2 x EP 2 x ETP 2",
+        "TP 4 x EP 2",
+    }
+
+
+def test_a_dense_model_has_no_degrees_of_experts() -> None:
+    assert {(mesh.ep, mesh.expert_tp) for mesh in meshes(space("debug_model", 4, 8))} == {(1, 1)}
 
 
 def errors(config: JobConfig, world_size: int) -> set[str]:

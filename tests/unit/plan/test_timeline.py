@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import order_of, schedule, simulate
 from torchtitan_like.plan.record import Group, Recording, WorkItem
 from torchtitan_like.plan.timeline import Played, pipeline_ends, play
 
-DIMS = ParallelDims(16, dp_shard=8, tp=2)
-FSDP, TP = Group("fsdp", 8, 2), Group("tp", 2, 1)
+FSDP, TP = Group("1", 8, 2, "dp_shard"), Group("2", 2, 1, "tp")
 Item = tuple[WorkItem, float]
 
 
@@ -34,7 +32,7 @@ def played(*items: Item, host: float = 0.0) -> Played:
     recording.mark("optimizer")
     recording.work = [item for item, _ in items]
     recording.mark("step 1")
-    return play(recording, [seconds for _, seconds in items], DIMS, host_operator=host)
+    return play(recording, [seconds for _, seconds in items], host_operator=host)
 
 
 def test_streams_run_side_by_side_until_one_waits() -> None:
@@ -86,6 +84,37 @@ def test_short_kernels_wait_for_the_host() -> None:
     # Issued at 2, 4 and 6 seconds.
     assert result.seconds == 7
     assert result.parts == {"matrix products": 3, "host": 4}
+
+
+@pytest.mark.parametrize(
+    ("op", "dimension", "part"),
+    [
+        ("all_to_all_single", "ep", "expert"),
+        ("all_to_all_single", "cp", "context"),
+        ("all_gather_into_tensor", "expert_tp", "tensor"),
+        ("allgather_base", "efsdp", "data"),
+        ("allreduce", "", "data"),
+        ("recv_", "cp", "context"),
+    ],
+)
+def test_communication_belongs_to_the_dimension_of_its_group(
+    op: str, dimension: str, part: str
+) -> None:
+    """Groups of several dimensions may have the same size and stride."""
+    item, seconds = gather(2, Group("3", 2, 1, dimension), stream=0)
+    result = played(compute(1), (item._replace(op=op), seconds), compute(1))
+    exposed = 0 if op == "recv_" else 2  # messages take no time here
+    assert result.parts[f"exposed: {part} parallel"] == exposed
+
+
+def test_the_host_waits_for_the_sizes_of_an_exchange() -> None:
+    copy = WorkItem("copy", "copy_to_host", 0, "layers.0", "forward")
+    items = [compute(6), (copy, 1), compute(1), gather(3), wait(0, 3), compute(1)]
+    ahead = [items[0], compute(1), *items[2:]]
+    # The first product ends at 7. The gather is issued at 4 and hidden behind it.
+    assert played(*ahead, host=1).seconds == 10
+    # The copy ends at 8. The gather is issued at 10, and the last product waits for it.
+    assert played(*items, host=1).seconds == 14
 
 
 def test_the_optimizer_is_a_part_of_its_own() -> None:
