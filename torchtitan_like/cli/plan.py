@@ -44,6 +44,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write the plan to this file, such as X.plan.json next to X.toml",
     )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FOLDER",
+        help="draw memory, streams and pipeline as FOLDER/*.svg (extra `plot`)",
+    )
     add_json_flag(parser)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
@@ -77,9 +83,12 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config.problems import report
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.util.pictures import check_picture
 
     try:
         gpu, cluster = load_hardware(arguments)
+        if arguments.svg is not None:
+            check_picture(arguments.svg / "memory.svg")
     except ValueError as error:
         show_error(str(error))
         return FAILED
@@ -148,4 +157,13 @@ def _print_plan(
             show_problem(error)
             return FAILED
         show_error(f"Wrote {arguments.output}")
+    if arguments.svg is not None:
+        from torchtitan_like.plan.plan_pictures import draw_plan
+
+        try:
+            for path in draw_plan(arguments.svg, runs, memories, time, config, gpu, cluster):
+                show_error(f"Wrote {path}")
+        except (OSError, ValueError) as error:
+            show_problem(error)
+            return FAILED
     return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS

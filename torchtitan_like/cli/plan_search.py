@@ -63,6 +63,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="TOML", help="write the best layout to this file"
     )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw memory and step time of the layouts as .svg or .png (extra `plot`)",
+    )
     add_json_flag(parser)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
@@ -104,6 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
     from torchtitan_like.config.problems import report
     from torchtitan_like.preflight import load_checked
     from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.util.pictures import check_picture
 
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
     if arguments.config is None and "__job.config_file" not in names:
@@ -122,6 +129,8 @@ def run(arguments: argparse.Namespace) -> int:
         return FAILED
     try:
         gpu, cluster = load_hardware(arguments)
+        if arguments.svg is not None:
+            check_picture(arguments.svg)
     except ValueError as error:
         show_error(str(error))
         return FAILED
@@ -179,6 +188,15 @@ def _search(
             print(f"Note: {note}")
     if not found.ranked:
         return NOTHING_FITS
+    if arguments.svg is not None:
+        from torchtitan_like.plan.plan_pictures import draw_layouts
+
+        try:
+            draw_layouts(found.ranked, gpu, arguments.max_memory, arguments.svg)
+        except OSError as error:
+            show_problem(error)
+            return FAILED
+        show_error(f"Wrote {arguments.svg}")
     given = arguments.config or str(base)
     target = output or Path("best.toml")
     text = search_report.toml_of(

@@ -14,6 +14,8 @@ from torchtitan_like.util.units import GIB
 # Memory of a GPU that PyTorch's allocator does not manage: the CUDA context and NCCL's buffers. An
 # assumption: it depends on the driver, and on the number of communicators.
 OUTSIDE_GIB = 2.0
+OUTSIDE = "CUDA context and NCCL (assumed)"
+FRAGMENTATION = "rounding and other streams' pools"
 
 
 def needed_gib(memory: RankMemory) -> float:
@@ -52,9 +54,9 @@ def lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Ite
         if any(values):
             yield _row(category, values)
     yield _row("= active (live tensors)", [sum(m.by_category.values()) for m in memories])
-    yield _row("rounding and other streams' pools", [m.fragmentation for m in memories])
+    yield _row(FRAGMENTATION, [m.fragmentation for m in memories])
     yield _row("= reserved by the allocator", [m.reserved for m in memories])
-    yield _row("CUDA context and NCCL (assumed)", [round(OUTSIDE_GIB * GIB)] * len(memories))
+    yield _row(OUTSIDE, [round(OUTSIDE_GIB * GIB)] * len(memories))
     if any(memory.host for memory in memories):
         yield _row("host memory of tensors, each rank", [m.host for m in memories])
     yield ""
@@ -67,6 +69,17 @@ def lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Ite
 
 def _row(title: str, values: Sequence[int]) -> str:
     return f"{title:34}" + "".join(f"{value / GIB:10.2f}" for value in values)
+
+
+def parts_of(memory: RankMemory) -> dict[str, int]:
+    """Return what a GPU's memory holds at the peak of a rank, in bytes; they add up."""
+    categories: dict[str, int] = {
+        category: memory.by_category.get(category, 0) for category in CATEGORIES
+    }
+    return categories | {
+        FRAGMENTATION: memory.fragmentation,
+        OUTSIDE: round(OUTSIDE_GIB * GIB),
+    }
 
 
 def as_json(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""Draw the mesh of a layout and the timeline of a pipeline schedule."""
+"""Draw the mesh of a layout and the actions of a pipeline over time."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.mesh_picture import axes_of, coordinates, title
-from torchtitan_like.distributed.schedule_view import DURATION, Order, simulate
+from torchtitan_like.distributed.schedule_view import DURATION, Action, Order, simulate
 from torchtitan_like.util.pictures import GRAY, PALETTE, picture
+
+Starts = Sequence[Sequence[tuple[float, Action]]]  # of each action, by rank
 
 MAX_RANKS = 1024
 MAX_ACTIONS = 8192
@@ -66,12 +69,7 @@ def draw_timeline(schedule: str, order: Order, path: Path) -> None:
     The second and later stages of a rank are lighter. Raises OSError, and ValueError for more than
     `MAX_ACTIONS`.
     """
-    num_actions = sum(map(len, order))
-    if num_actions > MAX_ACTIONS:
-        raise ValueError(
-            f"The schedule has {num_actions:,} actions. Expected at most {MAX_ACTIONS:,}, which can "
-            "be read. Draw a step with fewer micro-batches."
-        )
+    _check_number_of_actions(order)
     timeline = simulate(order)
     num_stages = 1 + max(action.stage for row in order for action in row)
     num_micro_batches = 1 + max(action.micro_batch for row in order for action in row)
@@ -79,23 +77,57 @@ def draw_timeline(schedule: str, order: Order, path: Path) -> None:
         f"{schedule}: {num_stages} stages on {len(order)} ranks, {num_micro_batches} micro-batches, "
         f"bubble {timeline.bubble:.1%}"
     )
-    with picture(path, 1.2 + UNIT * max(timeline.end, 24), 1.3 + CELL * len(order)) as figure:
+    durations = {action: float(DURATION[action.kind]) for row in order for action in row}
+    _draw_actions(text, timeline.starts, durations, path)
+
+
+def draw_pipeline(
+    starts: Starts, seconds: Mapping[Action, float], step_seconds: float, path: Path
+) -> None:
+    """Draw the actions of each pipeline rank with the durations of a plan.
+
+    starts: as `schedule_view.schedule` returns them, in seconds. Raises as `draw_timeline`.
+    """
+    _check_number_of_actions(starts)
+    busy = [sum(seconds[action] for _, action in row) for row in starts]
+    text = (
+        f"Pipeline of {len(starts)} ranks: a step of {step_seconds:.3g} s, "
+        f"{min(busy):.3g} to {max(busy):.3g} s of it in forward and backward passes"
+    )
+    unit = min(value for value in seconds.values() if value > 0)
+    scaled = [[(start / unit, action) for start, action in row] for row in starts]
+    _draw_actions(text, scaled, {each: value / unit for each, value in seconds.items()}, path)
+
+
+def _check_number_of_actions(rows: Sequence[Sequence[object]]) -> None:
+    num_actions = sum(map(len, rows))
+    if num_actions > MAX_ACTIONS:
+        raise ValueError(
+            f"The schedule has {num_actions:,} actions. Expected at most {MAX_ACTIONS:,}, which can "
+            "be read. Draw a step with fewer micro-batches."
+        )
+
+
+def _draw_actions(text: str, starts: Starts, durations: Mapping[Action, float], path: Path) -> None:
+    """Draw a row of cells for each rank. Times are in units of `UNIT` inches."""
+    end = max(start + durations[action] for row in starts for start, action in row)
+    with picture(path, 1.2 + UNIT * max(end, 24), 1.3 + CELL * len(starts)) as figure:
         axes = _empty_axes(figure, text)
-        axes.set_xlim(-3, max(timeline.end, 24))
-        axes.set_ylim(len(order) + 1.6, 0)
-        for rank, actions in enumerate(timeline.starts):
+        axes.set_xlim(-3, max(end, 24))
+        axes.set_ylim(len(starts) + 1.6, 0)
+        for rank, actions in enumerate(starts):
             axes.text(-0.3, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize="small")
             stages = sorted({action.stage for _, action in actions})
             for start, action in actions:
                 color, _ = ACTIONS[action.kind]
                 strength = STRENGTH / (1 + stages.index(action.stage))
-                box = start, rank, DURATION[action.kind]
+                box = start, rank, durations[action]
                 _draw_cell(axes, box, str(action.micro_batch), color, strength)
-        kinds = {action.kind for row in order for action in row}
+        kinds = {action.kind for row in starts for _, action in row}
         for number, kind in enumerate(kind for kind in ACTIONS if kind in kinds):
             color, name = ACTIONS[kind]
-            _draw_cell(axes, (7 * number, len(order) + 0.4, 1), "", color, STRENGTH)
-            axes.text(7 * number + 1.3, len(order) + 0.9, name, va="center", fontsize="small")
+            _draw_cell(axes, (7 * number, len(starts) + 0.4, 1), "", color, STRENGTH)
+            axes.text(7 * number + 1.3, len(starts) + 0.9, name, va="center", fontsize="small")
 
 
 def _empty_axes(figure: Any, text: str) -> Any:

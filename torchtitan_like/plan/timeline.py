@@ -72,16 +72,26 @@ class StepTime:
     rank: int
 
 
+class Span(NamedTuple):
+    """When an item of work runs, in seconds of the step. item: its index in `Recording.work`."""
+
+    item: int
+    start: float
+    end: float
+
+
 class Played(NamedTuple):
     """A rank's step without its peers.
 
     parts: seconds of the compute stream; they add up to `seconds`.
     actions: seconds of each action of the pipeline, in order; empty without one.
+    spans: of all work that takes time, in the order in which the host issues it.
     """
 
     seconds: float
     parts: dict[Part, float]
     actions: list[tuple[Action, float]]
+    spans: Sequence[Span] = ()
 
     @property
     def outside(self) -> float:
@@ -103,10 +113,8 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
     plays = play_all(runs, config, gpu, cluster)
     ends = [played.seconds for played in plays]
     if dims.pp > 1:
-        message = max(message_seconds(run.recording, gpu, cluster) for run in runs)
-        seconds = {action: value for played in plays for action, value in played.actions}
-        order = [[action for action, _ in played.actions] for played in plays]
-        ends = pipeline_ends(order, seconds.__getitem__, [p.outside for p in plays], message)
+        starts, seconds = play_pipeline(runs, plays, gpu, cluster)
+        ends = _ends(starts, seconds.__getitem__, [played.outside for played in plays])
     slowest = max(range(len(plays)), key=lambda stage: ends[stage])
     total = ends[slowest]
     parts = plays[slowest].parts.copy()
@@ -173,6 +181,7 @@ def play(
     parts: defaultdict[Part, float] = defaultdict(float)
     boundaries = _boundaries(recording)
     clock_at: dict[int, float] = {}
+    spans: list[Span] = []
     host = 0.0
     for index in range(start, end):
         item = recording.work[index]
@@ -182,7 +191,7 @@ def play(
         if item.kind == "wait":
             target = ends.get(item.waits_for, 0.0)
             if target > now and item.stream == COMPUTE:
-                parts[_part_of(recording.work[item.waits_for])] += target - now
+                parts[part_of(recording.work[item.waits_for])] += target - now
             streams[item.stream] = ends[index] = max(now, target)
             continue
         if seconds[index] > 0:
@@ -197,13 +206,15 @@ def play(
         else:
             finish = begin + duration
         ends[index] = finish
+        if duration > 0:
+            spans.append(Span(index, finish - duration, finish))
         if item.op in _HOST_WAITS:
             host = finish
         if item.is_async:
             streams[item.stream] = begin
             continue
         if item.stream == COMPUTE:
-            parts[_part_of(item)] += finish - begin
+            parts[part_of(item)] += finish - begin
         streams[item.stream] = finish
     clock_at[end] = streams.get(COMPUTE, 0.0)
     total = max(streams.values(), default=0.0)
@@ -214,14 +225,14 @@ def play(
         for span in recording.actions
         if start <= span.start and span.end <= end
     ]
-    return Played(total, parts, actions)
+    return Played(total, parts, actions, spans)
 
 
 def _boundaries(recording: Recording) -> set[int]:
     return {index for span in recording.actions for index in (span.start, span.end)}
 
 
-def _part_of(item: WorkItem) -> Part:
+def part_of(item: WorkItem) -> Part:
     """Return to which part of the step an item of the compute stream belongs."""
     if item.kind != "collective":
         return "optimizer" if item.pass_ == "update" else _KINDS[item.kind]
@@ -244,7 +255,27 @@ def pipeline_ends(
 
     outside: seconds of each rank after its last action. message: between two stages.
     """
-    starts = schedule(order, duration, message)
+    return _ends(schedule(order, duration, message), duration, outside)
+
+
+def play_pipeline(
+    runs: Sequence[DryRun], plays: Sequence[Played], gpu: Gpu, cluster: Cluster
+) -> tuple[list[list[tuple[float, Action]]], dict[Action, float]]:
+    """Return the start of each action by pipeline rank, and the seconds of each action.
+
+    runs, plays: of each pipeline rank, in order.
+    """
+    message = max(message_seconds(run.recording, gpu, cluster) for run in runs)
+    seconds = {action: value for played in plays for action, value in played.actions}
+    order = [[action for action, _ in played.actions] for played in plays]
+    return schedule(order, seconds.__getitem__, message), seconds
+
+
+def _ends(
+    starts: Sequence[Sequence[tuple[float, Action]]],
+    duration: Callable[[Action], float],
+    outside: Sequence[float],
+) -> list[float]:
     return [
         row[-1][0] + duration(row[-1][1]) + rest for row, rest in zip(starts, outside, strict=True)
     ]

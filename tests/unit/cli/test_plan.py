@@ -47,7 +47,7 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     tiny.write_text(shipped.read_text().replace("memory_gib = 79.1", "memory_gib = 2.1"))
     words = [DEBUG, "--world-size", "4", "--parallelism.pipeline_parallel_degree", "2", "--json"]
     command = [sys.executable, "-m", "torchtitan_like", "plan", *words, "--gpu", str(tiny)]
-    command += ["-o", str(tmp_path / "debug.plan.json")]
+    command += ["-o", str(tmp_path / "debug.plan.json"), "--svg", str(tmp_path / "pictures")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
     plan = json.loads(result.stdout)
@@ -66,6 +66,8 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     assert {"matrix products", "optimizer", "bubble"} <= time["parts"].keys()
     assert time["cluster"] == "default"
     assert any("unvalidated" in note for note in time["notes"])
+    names = sorted(path.name for path in (tmp_path / "pictures").iterdir())
+    assert names == ["memory.svg", "pipeline.svg", "streams.svg"]
     written = read_plan(tmp_path / "debug.plan.json")
     assert written.gpu == "tiny" and written.step_seconds == time["seconds"]
     assert written.reserved * GIB == plan["ranks"][0]["reserved"]

@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_like.distributed.schedule_view import order_of, schedule, simulate
 from torchtitan_like.plan.record import Group, Recording, WorkItem
-from torchtitan_like.plan.timeline import Played, pipeline_ends, play
+from torchtitan_like.plan.timeline import Played, Span, pipeline_ends, play
 
 FSDP, TP = Group("1", 8, 2, "dp_shard"), Group("2", 2, 1, "tp")
 Item = tuple[WorkItem, float]
@@ -27,18 +27,25 @@ def wait(stream: int, index: int) -> Item:
     return WorkItem("wait", "wait", stream, "", "forward", waits_for=index), 0.0
 
 
-def played(*items: Item, host: float = 0.0) -> Played:
+def recorded(*items: Item) -> tuple[Recording, list[float]]:
+    """Return a recording of one step, and the seconds of its items."""
     recording = Recording()
     recording.mark("optimizer")
+    recording.streams.append("gather")
     recording.work = [item for item, _ in items]
     recording.mark("step 1")
-    return play(recording, [seconds for _, seconds in items], host_operator=host)
+    return recording, [seconds for _, seconds in items]
+
+
+def played(*items: Item, host: float = 0.0) -> Played:
+    return play(*recorded(*items), host_operator=host)
 
 
 def test_streams_run_side_by_side_until_one_waits() -> None:
     result = played(gather(5), compute(2), wait(0, 0), compute(1))
     assert result.seconds == 6
     assert result.parts == {"matrix products": 3, "exposed: data parallel": 3}
+    assert result.spans == [Span(0, 0, 5), Span(1, 0, 2), Span(3, 5, 6)]
 
 
 def test_without_the_wait_nothing_is_exposed() -> None:
