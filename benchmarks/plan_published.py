@@ -19,24 +19,22 @@ import contextlib
 import csv
 import hashlib
 import json
-import math
 import os
 import pickle
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.distributed.schedule_view import Action, order_of
 from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
 from torchtitan_like.preflight import load_checked
@@ -305,9 +303,6 @@ KNOWN = (
     "titan-405B-128-bf16-0-2024-10",
     "log1690-q32B-16-bs4",
 )
-# Standard deviations of the fit, relative: of a run (the same TOML is published with +-6 %), and of
-# the constants from those of clusters/default.toml.
-RUN_NOISE, CONSTANT_SPREAD = 0.04, 0.15
 
 
 def seconds_of(row: Row, cluster: Cluster, cache: Path) -> float:
@@ -385,36 +380,15 @@ def published_seconds(row: Row) -> float:
     return tokens / float(row["tps_per_gpu"])
 
 
-def fit(name: str, rows: dict[str, Row], cache: Path) -> Cluster:
-    """Return a cluster with the most likely constants, by Gauss-Newton on logarithms."""
-    cluster, default = load_cluster(name), load_cluster("default")
+def fit_cluster(name: str, rows: dict[str, Row], cache: Path) -> Cluster:
+    """Return a cluster with the most likely constants. They start from those of default.toml."""
     chosen = [rows[identity] for identity in FITS[name].rows]
     assert all(row["split"] == "fit" for row in chosen), "a held-out row in a fit"
-    constants = FITS[name].constants
-    start = [math.log(getattr(default, constant)) for constant in constants]
-    now = list(start)
-
-    def residuals(values: Sequence[float]) -> torch.Tensor:
-        candidate = replace(
-            cluster, **dict(zip(constants, (min(1.0, math.exp(v)) for v in values), strict=True))
-        )
-        errors = [
-            math.log(seconds_of(row, candidate, cache) / published_seconds(row)) / RUN_NOISE
-            for row in chosen
-        ]
-        spread = [(v - s) / CONSTANT_SPREAD for v, s in zip(values, start, strict=True)]
-        return torch.tensor(errors + spread, dtype=torch.float64)
-
-    for _ in range(4):
-        base = residuals(now)
-        columns = []
-        for index in range(len(now)):
-            moved = [v + 0.02 * (i == index) for i, v in enumerate(now)]
-            columns.append((residuals(moved) - base) / 0.02)
-        step = torch.linalg.lstsq(torch.stack(columns, 1), -base.unsqueeze(1)).solution.squeeze(1)
-        now = [v + float(change) for v, change in zip(now, step, strict=True)]
-    fitted = {constant: round(math.exp(v), 3) for constant, v in zip(constants, now, strict=True)}
-    return replace(cluster, **fitted)
+    samples = [
+        Sample(row["id"], published_seconds(row), partial(seconds_of, row, cache=cache))
+        for row in chosen
+    ]
+    return fit(samples, load_cluster(name), FITS[name].constants, load_cluster("default"))
 
 
 # ---- commands
@@ -559,7 +533,7 @@ def main() -> None:
         by_id = {row["id"]: row for row in rows}
         for name in FITS:
             if not arguments.rows or name in arguments.rows.split(","):
-                print(fit(name, by_id, arguments.cache), flush=True)
+                print(fit_cluster(name, by_id, arguments.cache), flush=True)
     elif arguments.command == "memory":
         print_memory(chosen, arguments.cache)
     elif arguments.command == "rank":

@@ -164,6 +164,12 @@ PLAN = (
         "compare a run with the plan of its configuration",
         "plan_compare",
     ),
+    Command(
+        "plan calibrate",
+        "Hardware",
+        "measure this machine, and write its cluster file",
+        "plan_calibrate",
+    ),
 )
 
 # In the order of `titan --help`.

@@ -12,9 +12,9 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add both options."""
     parser.add_argument(
         "--gpu",
-        default=DEFAULT_GPU,
         metavar="NAME",
-        help=f"a GPU by name, or a TOML file that describes one (default: {DEFAULT_GPU})",
+        help="a GPU by name, or a TOML file that describes one (default: the cluster's, else "
+        f"{DEFAULT_GPU})",
     )
     parser.add_argument(
         "--cluster",
@@ -28,10 +28,10 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
     """Read both descriptions. Raises ValueError that names the option."""
     try:
-        gpu = load_gpu(arguments.gpu)
-    except ValueError as error:
-        raise ValueError(f"--gpu: {error}") from None
-    try:
-        return gpu, load_cluster(arguments.cluster)
+        cluster = load_cluster(arguments.cluster)
     except ValueError as error:
         raise ValueError(f"--cluster: {error}") from None
+    try:
+        return load_gpu(arguments.gpu or cluster.gpu or DEFAULT_GPU), cluster
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from None

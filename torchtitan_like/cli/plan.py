@@ -96,7 +96,7 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     try:
         with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
             config, warnings = load_checked(
-                settings, arguments.world_size, training=False, device_type="cuda"
+                settings, arguments.world_size, training=False, device_type=gpu.device_type
             )
     except ConfigError as error:
         show_error(str(error))
@@ -131,7 +131,7 @@ def _print_plan(
         show_error(problem)
         return os.EX_CONFIG
     runs = dry_runs(config, arguments.world_size, gpu, stages)
-    memories = [memory_of(run) for run in runs]
+    memories = [memory_of(run, device_type=gpu.device_type) for run in runs]
     notes = assumptions(config)
     time = None
     if len(runs) == runs[0].dims.pp:  # a step waits for all stages

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import FAILED, add_json_flag, print_json, run_report
 from torchtitan_like.util.output import show_error
-
-if TYPE_CHECKING:
-    from torchtitan_like.report.recorded import RecordedRun
-    from torchtitan_like.util.plan_file import Measured
 
 OFF = 1
 EXAMPLE = "titan plan compare outputs/llama3_8b"
@@ -44,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.recorded import read_run
+    from torchtitan_like.report.recorded import measured_steps, read_run
     from torchtitan_like.util.plan_file import (
         PLAN,
         TOLERANCE,
@@ -72,7 +66,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     if found := differences(plan, settings_of(read_config(folder), num_ranks)):
         show_error(describe_differences(path, found))
         return FAILED
-    measured = _measured(recorded)
+    measured = measured_steps(recorded)
     compared = deviations(plan, measured)
     if not compared:
         show_error(
@@ -88,25 +82,3 @@ def _compare(arguments: argparse.Namespace) -> int:
         if measured.reserved is None:
             print("Memory is not compared: the run did not measure a GPU's allocator")
     return OFF if any(abs(each.share) > TOLERANCE for each in compared) else 0
-
-
-def _measured(recorded: RecordedRun) -> Measured:
-    """Return the memory at the first log line from step 3 on, and the median time from step 10 on."""
-    import numpy as np
-
-    from torchtitan_like.util.plan_file import MEMORY_STEP, TIME_STEP, Measured
-
-    attempt = recorded.attempts[-1]
-    metrics = recorded.metrics
-    steps = metrics.get("step") - float(attempt.started.get("step") or 0)
-    is_log_step = np.isfinite(metrics.get("step_s"))
-    try:
-        has_gpu = bool(json.loads(attempt.environment.get("facts.json", "{}")).get("gpus"))
-    except (AttributeError, ValueError):
-        has_gpu = False
-    memory = metrics.get("memory_gib")[is_log_step & (steps >= MEMORY_STEP)]
-    times = metrics.get("step_s")[is_log_step & (steps >= TIME_STEP)]
-    return Measured(
-        float(memory[0]) if has_gpu and len(memory) else None,
-        float(np.median(times)) if len(times) else None,
-    )

@@ -18,14 +18,13 @@ from torchtitan_like.cli.common import (
     show_problem,
 )
 from torchtitan_like.cli.hardware import add_hardware, load_hardware
+from torchtitan_like.cli.progress import ProgressLine
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.units import format_duration
 
 NOTHING_FITS = 1
 EXAMPLE = "titan plan search llama3_8b.toml --world-size 64 -o best.toml"
-SECONDS_BETWEEN_LINES = 10  # of progress, where it is not on a terminal
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -83,27 +82,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-class ProgressLine:
-    """Prints how many dry runs are done, their rate and the time left, to stderr."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._printed_at = 0.0
-
-    def __call__(self, phase: str, done: int, total: int, seconds: float) -> None:
-        is_end = done == total
-        wait = 0 if self._is_terminal else SECONDS_BETWEEN_LINES
-        if total == 0 or (not is_end and 0 < done and seconds < self._printed_at + wait):
-            return
-        self._printed_at = seconds
-        left = ""
-        if 0 < done < total:
-            rate = done / max(seconds, 1e-9)
-            left = f", {rate:.2f}/s, {format_duration((total - done) / rate)} left"
-        end = "\r" if self._is_terminal and not is_end else "\n"
-        show_error(f"{phase}: {done} of {total} dry runs, {done / total:4.0%}{left}   ", end=end)
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Search, print and write. Returns the exit code."""
     from torchtitan_like.config import ConfigError
@@ -138,7 +116,9 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
             # Without the ranks: the layout of the file need not fit their number.
-            config, warnings = load_checked(settings, None, training=False, device_type="cuda")
+            config, warnings = load_checked(
+                settings, None, training=False, device_type=gpu.device_type
+            )
     except ConfigError as error:
         show_error(str(error))
         return os.EX_CONFIG
@@ -172,9 +152,9 @@ def _search(
     samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
     space = space_of(config, world_size, cluster.gpus_per_node, samples)
     try:
-        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine())
+        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine("dry runs"))
     except ValueError as error:  # the GPU has no peak for a dtype
-        show_error(f"--gpu {arguments.gpu}: {error}")
+        show_error(f"--gpu {gpu.key}: {error}")
         return FAILED
     notes = [*assumptions(config), *caveats(gpu, cluster)]
     request = search_report.Request(

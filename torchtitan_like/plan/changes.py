@@ -108,7 +108,7 @@ def find_remedies(
         settings = change.settings(config)
         try:
             changed, _ = load_checked(
-                [*argv, *settings], world_size, training=False, device_type="cuda"
+                [*argv, *settings], world_size, training=False, device_type=gpu.device_type
             )
         except ConfigError:
             continue
@@ -134,6 +134,6 @@ def check_fit(
     else:
         lines.append("None of the single changes that were tried is enough: use more GPUs")
     for number, remedy in enumerate(remedies, start=1):
-        needed = max(map(needed_gib, remedy.memories))
+        needed = max(needed_gib(memory, gpu) for memory in remedy.memories)
         lines.append(f"  {number}. {' '.join(remedy.settings)}  ({needed:.1f} GiB; {remedy.cost})")
     return False, lines

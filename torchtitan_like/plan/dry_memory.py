@@ -6,10 +6,15 @@ from collections.abc import Sequence
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
-from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.dry_run import (
+    DryRun,
+    dims_of,
+    options_of,
+    ranks_of_stages,
+    record_ranks,
+)
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
-from torchtitan_like.util.units import MIB
 
 
 def plan_memory(
@@ -19,7 +24,8 @@ def plan_memory(
 
     Raises RuntimeError if the configuration does not train.
     """
-    return [memory_of(run) for run in dry_runs(config, world_size, gpu, stages)]
+    runs = dry_runs(config, world_size, gpu, stages)
+    return [memory_of(run, device_type=gpu.device_type) for run in runs]
 
 
 def dry_runs(
@@ -31,8 +37,7 @@ def dry_runs(
     """
     ranks = ranks_of_stages(dims_of(config, world_size))
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
-    workspace = round(gpu.cublas_workspace_mib * MIB)
-    runs = record_ranks(config, world_size, chosen, matmul_workspace=workspace)
+    runs = record_ranks(config, world_size, chosen, **options_of(gpu))
     return [runs[rank] for rank in chosen]
 
 

@@ -42,9 +42,11 @@ from torchtitan_like.plan.fake import (
     join_fake_world,
     register_device,
 )
+from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate
 from torchtitan_like.step import StepRunner
+from torchtitan_like.util.units import MIB
 
 
 @dataclass(frozen=True)
@@ -243,6 +245,18 @@ def _batch(config: JobConfig, geometry: BatchGeometry, *, with_positions: bool) 
         num_samples=geometry.global_batch_size,
         positions=torch.zeros_like(tokens) if with_positions else None,
     )
+
+
+# Device of a description -> device of its dry run.
+DRY_RUN_DEVICES = {"cuda": DEVICE_TYPE, "cpu": "cpu"}
+
+
+def options_of(gpu: Gpu) -> dict[str, Any]:
+    """Return the options of `record_rank` for a device."""
+    return {
+        "device_type": DRY_RUN_DEVICES[gpu.device_type],
+        "matmul_workspace": round(gpu.cublas_workspace_mib * MIB),
+    }
 
 
 class Job(NamedTuple):

@@ -15,18 +15,12 @@ from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import COMPUTE, Alloc, Free, Recording, WorkItem
 
-LAUNCH = 4e-6  # seconds of the device between two kernels of a stream
 PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 % of 32
 
 # Tiles of cuBLAS's kernels (rows, columns), and their speed relative to the largest ones.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
 RAMP = 256  # the k of a matrix product that takes as long as loading its first and last tiles
-
-# Shares of the matmul rate that FlashAttention reaches on its causal FLOPs. FlashAttention-2 on an
-# H100 reaches 0.58 of what a large matrix product does forward and 0.45 backward
-# (arXiv:2407.08608, figures 5 and 6: 350 to 400 and 300 to 340 TFLOP/s).
-ATTENTION_FORWARD, ATTENTION_BACKWARD = 0.58, 0.45
 
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
@@ -69,8 +63,8 @@ _GROUPED = "_grouped_mm"
 def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return FLOPs / rate, at least the time of its bytes.
 
-    The rate is the peak of the dtype, times the cluster's efficiency, times the share of the
-    multiprocessors' tiles that hold results, times k / (k + 256).
+    The rate is the peak of the dtype, times the cluster's efficiency. On a GPU, this is multiplied by
+    the share of the multiprocessors' tiles that hold results, and by k / (k + 256).
     """
     peak = peak_flops(item.dtype, gpu)
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
@@ -99,10 +93,10 @@ def _even_groups(
 def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
     """Return the share of the peak that tiles and waves allow.
 
-    operands: (..., m, k) and (..., k, n), then anything. 1.0 for others, such as convolutions.
-    Products of a batch have tiles of their own, however small they are.
+    operands: (..., m, k) and (..., k, n), then anything. 1.0 for others, such as convolutions, and
+    without multiprocessors. Products of a batch have tiles of their own, however small they are.
     """
-    if len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
+    if multiprocessors == 0 or len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
         return 1.0
     (m, k), n = operands[0][-2:], operands[1][-1]
     batch = math.prod(operands[0][:-2])
@@ -130,11 +124,23 @@ def peak_flops(dtype: str, gpu: Gpu) -> float:
     return gpu.peak_tflops[name] * 1e12
 
 
+def mfu_peak(dtype: str, gpu: Gpu) -> float:
+    """Return the FLOP/s of which MFU is a share: of bfloat16 on any GPU, of `dtype` on a CPU."""
+    return peak_flops("bfloat16" if gpu.device_type == "cuda" else dtype, gpu)
+
+
 def attention_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
-    """Return the time of the visible FLOPs at the rate of FlashAttention."""
-    share = ATTENTION_BACKWARD if "backward" in item.op else ATTENTION_FORWARD
+    """Return the time of the visible FLOPs, of the visible scores, and of the rows of queries."""
+    is_backward = "backward" in item.op
+    share, score_ns, row_ns = gpu.attention["backward" if is_backward else "forward"]
+    visible = visible_share(item)
     rate = peak_flops(item.dtype, gpu) * cluster.matmul_efficiency * share
-    return item.flops * visible_share(item) / rate
+    seconds = item.flops * visible / rate
+    if score_ns or row_ns:
+        q, k = item.shapes[is_backward : is_backward + 2]  # the gradient comes first
+        rows = math.prod(q[:-1])
+        seconds += rows * (k[-2] * visible * score_ns + row_ns) * 1e-9
+    return seconds
 
 
 def visible_share(item: WorkItem) -> float:
@@ -178,6 +184,8 @@ def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     group = item.group
     if group is None or group.size == 1:
         return 0.0
+    if gpu.device_type == "cpu":
+        return _measured_seconds(item, group.size, gpu)
     link = gpu.link_gb_s * 1e9 * LINK_SHARE
     per_node = max(1, min(group.size, cluster.gpus_per_node // max(1, group.stride)))
     num_nodes = -(-group.size // per_node)
@@ -208,6 +216,38 @@ def _message_latency(num_nodes: int) -> float:
     return (_PROTOCOLS[0].base + hop) * 1e-6
 
 
+# First letters of a recorded collective -> its kind in a device file. All others are all-gathers.
+_MEASURED_KINDS = {
+    "allreduce": "all_reduce",
+    "reducescatter": "reduce_scatter",
+    "send": "message",
+    "recv": "message",
+}
+
+
+def _measured_seconds(item: WorkItem, size: int, gpu: Gpu) -> float:
+    """Return the time of a collective of `size` ranks at the rate that was measured of its kind."""
+    op = item.op.replace("_", "")
+    kind = next(
+        (kind for name, kind in _MEASURED_KINDS.items() if op.startswith(name)), "all_gather"
+    )
+    if kind not in gpu.collectives:
+        raise ValueError(
+            f"{gpu.name} has no measured collectives. Expected [collectives] in its file: run titan plan "
+            "calibrate on several ranks"
+        )
+    microseconds, gb_s = gpu.collectives[kind]
+    return microseconds * 1e-6 + sent_bytes(kind, item.num_bytes, size) / (gb_s * 1e9)
+
+
+def sent_bytes(kind: str, num_bytes: int, size: int) -> float:
+    """Return the bytes that a rank sends, of a tensor that `size` ranks gather, reduce or scatter.
+
+    An all-reduce counts like the others, though it sends them twice: its rate is its own.
+    """
+    return num_bytes if kind == "message" else num_bytes * (size - 1) / size
+
+
 def _latency(protocol: _Protocol, passes: int, size: int, num_nodes: int) -> float:
     """Return the microseconds of a protocol's hops."""
     if protocol.is_tree:
@@ -225,12 +265,12 @@ def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     if item.kind == "collective":
         return collective_seconds(item, gpu, cluster)
     if item.kind == "copy":
-        return item.num_bytes / (PCIE_GB_S * 1e9) + LAUNCH
+        return item.num_bytes / (PCIE_GB_S * 1e9) + gpu.launch_us * 1e-6
     if item.kind == "matmul":
-        return matmul_seconds(item, gpu, cluster) + LAUNCH
+        return matmul_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
     if item.kind == "attention":
-        return attention_seconds(item, gpu, cluster) + LAUNCH
-    return memory_seconds(traffic(item), gpu, cluster) + LAUNCH
+        return attention_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
+    return memory_seconds(traffic(item), gpu, cluster) + gpu.launch_us * 1e-6
 
 
 def durations(
@@ -240,7 +280,7 @@ def durations(
     seconds = [item_seconds(item, gpu, cluster) for item in recording.work]
     if fuses:
         for index, num_bytes in fused_bytes(recording).items():
-            kernel = memory_seconds(num_bytes, gpu, cluster) + LAUNCH
+            kernel = memory_seconds(num_bytes, gpu, cluster) + gpu.launch_us * 1e-6
             seconds[index] = kernel if num_bytes else 0.0
     return seconds
 

@@ -23,14 +23,14 @@ from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action, order_of, refusal
 from torchtitan_like.distributed.stages import SCHEDULES
 from torchtitan_like.plan.clusters import Cluster
-from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, ranks_of_stages
+from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, options_of, ranks_of_stages
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, with_settings
 from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
-from torchtitan_like.util.units import GIB, MIB
+from torchtitan_like.util.units import GIB
 
 # Layers of each stage at the two depths.
 DEPTHS = (3, 5)
@@ -102,7 +102,7 @@ def jobs_of(layout: Layout, space: Space, depth: Depth, gpu: Gpu, num_steps: int
                 "parallelism.pipeline_parallel_layers_per_stage": per_stage,
             },
         )
-    options = {"matmul_workspace": round(gpu.cublas_workspace_mib * MIB), "num_steps": num_steps}
+    options = {**options_of(gpu), "num_steps": num_steps}
     dims = dims_of(config, space.world_size)
     return [Job(config, space.world_size, rank, options) for rank in ranks_to_run(dims, layout)]
 
@@ -176,7 +176,10 @@ def measure(
     `exposed` in a micro-batch.
     """
     values = {
-        "gib": max(needed_gib(memory_of(run)) + _buffers_gib(run, layout) for run in runs),
+        "gib": max(
+            needed_gib(memory_of(run, device_type=gpu.device_type), gpu) + _buffers_gib(run, layout)
+            for run in runs
+        ),
         "message": max(message_seconds(run.recording, gpu, cluster) for run in runs),
     }
     plays = play_all(runs, config, gpu, cluster)

@@ -95,20 +95,24 @@ class RankMemory:
         return self.reserved - sum(self.by_category.values())
 
 
-def memory_of(run: DryRun, *, is_expandable: bool = True) -> RankMemory:
-    """Add up the memory of a dry run."""
+def memory_of(run: DryRun, *, is_expandable: bool = True, device_type: str = "cuda") -> RankMemory:
+    """Add up the memory of a dry run. device_type: a CPU reserves what is alive."""
     recording = run.recording
-    reserved = replay(recording, is_expandable=is_expandable)
     peak, host = find_peak(recording), find_peak(recording, is_host=True)
     assert peak is not None  # a model has parameters
+    if device_type == "cuda":
+        allocator = replay(recording, is_expandable=is_expandable)
+        reserved, active, by_stream = allocator.num_bytes, allocator.active, allocator.by_stream
+    else:
+        reserved, active, by_stream = peak.num_bytes, peak.num_bytes, {}
     return RankMemory(
         run.rank,
         run.dims.coordinate("pp", run.rank),
-        reserved.num_bytes,
-        reserved.active,
+        reserved,
+        active,
         peak.by_category,
         describe_moment(recording, peak),
-        reserved.by_stream,
+        by_stream,
         0 if host is None else host.num_bytes,
     )
 

@@ -11,27 +11,25 @@ from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.record import CATEGORIES
 from torchtitan_like.util.units import GIB
 
-# Memory of a GPU that PyTorch's allocator does not manage: the CUDA context and NCCL's buffers. An
-# assumption: it depends on the driver, and on the number of communicators.
-OUTSIDE_GIB = 2.0
-OUTSIDE = "CUDA context and NCCL (assumed)"
+# What is outside of the tensors' memory, by type of device.
+OUTSIDE = {"cuda": "CUDA context and NCCL (assumed)", "cpu": "Python and libraries"}
 FRAGMENTATION = "rounding and other streams' pools"
 
 
-def needed_gib(memory: RankMemory) -> float:
-    """Return the memory of a GPU that a rank takes, GiB."""
-    return memory.reserved / GIB + OUTSIDE_GIB
+def needed_gib(memory: RankMemory, gpu: Gpu) -> float:
+    """Return the memory of a GPU, or of a CPU's host, that a rank takes, GiB."""
+    return memory.reserved / GIB + gpu.outside_gib
 
 
 def fits(memories: Sequence[RankMemory], gpu: Gpu) -> bool:
     """Return True if every rank fits on the GPU."""
-    return all(needed_gib(memory) <= gpu.memory_gib for memory in memories)
+    return all(needed_gib(memory, gpu) <= gpu.memory_gib for memory in memories)
 
 
 def verdict(memories: Sequence[RankMemory], gpu: Gpu) -> str:
     """Return a sentence on whether the fullest rank fits."""
-    fullest = max(memories, key=needed_gib)
-    needed = needed_gib(fullest)
+    fullest = max(memories, key=lambda memory: memory.reserved)
+    needed = needed_gib(fullest, gpu)
     answer = "fits" if needed <= gpu.memory_gib else "does not fit"
     return (
         f"{gpu.name}: {needed:.1f} of {gpu.memory_gib:.1f} GiB "
@@ -54,9 +52,10 @@ def lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Ite
         if any(values):
             yield _row(category, values)
     yield _row("= active (live tensors)", [sum(m.by_category.values()) for m in memories])
-    yield _row(FRAGMENTATION, [m.fragmentation for m in memories])
-    yield _row("= reserved by the allocator", [m.reserved for m in memories])
-    yield _row(OUTSIDE, [round(OUTSIDE_GIB * GIB)] * len(memories))
+    if gpu.device_type == "cuda":  # the C library's allocator is not modeled
+        yield _row(FRAGMENTATION, [m.fragmentation for m in memories])
+        yield _row("= reserved by the allocator", [m.reserved for m in memories])
+    yield _row(OUTSIDE[gpu.device_type], [round(gpu.outside_gib * GIB)] * len(memories))
     if any(memory.host for memory in memories):
         yield _row("host memory of tensors, each rank", [m.host for m in memories])
     yield ""
@@ -71,14 +70,14 @@ def _row(title: str, values: Sequence[int]) -> str:
     return f"{title:34}" + "".join(f"{value / GIB:10.2f}" for value in values)
 
 
-def parts_of(memory: RankMemory) -> dict[str, int]:
+def parts_of(memory: RankMemory, gpu: Gpu) -> dict[str, int]:
     """Return what a GPU's memory holds at the peak of a rank, in bytes; they add up."""
     categories: dict[str, int] = {
         category: memory.by_category.get(category, 0) for category in CATEGORIES
     }
     return categories | {
         FRAGMENTATION: memory.fragmentation,
-        OUTSIDE: round(OUTSIDE_GIB * GIB),
+        OUTSIDE[gpu.device_type]: round(gpu.outside_gib * GIB),
     }
 
 
@@ -87,7 +86,7 @@ def as_json(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> d
     return {
         "gpu": gpu.key,
         "gpu_bytes": round(gpu.memory_gib * GIB),
-        "outside_allocator_bytes": round(OUTSIDE_GIB * GIB),
+        "outside_allocator_bytes": round(gpu.outside_gib * GIB),
         "fits": fits(memories, gpu),
         "ranks": [asdict(memory) | {"fragmentation": memory.fragmentation} for memory in memories],
         "notes": list(notes),

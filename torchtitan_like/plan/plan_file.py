@@ -35,7 +35,7 @@ def plan_of(
         cluster=cluster.key,
         reserved=first.reserved / GIB,
         active=first.active / GIB,
-        fullest=max(map(needed_gib, memories)),
+        fullest=max(needed_gib(memory, gpu) for memory in memories),
         step_seconds=None if time is None else time.seconds,
         error_percent=None if time is None else time.error_percent,
     )

@@ -70,7 +70,7 @@ def draw_plan(
 
 def draw_memory(memories: Sequence[RankMemory], gpu: Gpu, path: Path) -> None:
     """Draw a bar for each rank: what its memory holds at the peak, next to the GPU's memory."""
-    bars = [parts_of(memory) for memory in memories]
+    bars = [parts_of(memory, gpu) for memory in memories]
     names = [name for name in bars[0] if any(bar[name] for bar in bars)]
     with picture(path, WIDTH, 1.6 + ROW * len(bars)) as figure:
         axes = figure.subplots()
@@ -170,7 +170,7 @@ def _lanes(
         item = recording.work[span.item]
         name = recording.streams[item.stream]
         if item.group is not None:
-            name = f"NCCL, {item.group.size} ranks{_dimension(item.group.dimension)}"
+            name = f"collectives of {item.group.size} ranks{_dimension(item.group.dimension)}"
         lanes[name][part_of(item)].append((span.start, span.end))
     compute = recording.streams[0]
     return {name: lanes[name] for name in sorted(lanes, key=lambda name: (name != compute, name))}

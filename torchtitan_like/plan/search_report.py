@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
+from torchtitan_like.plan.durations import mfu_peak
 from torchtitan_like.plan.layouts import Layout, Space, settings_of
 from torchtitan_like.plan.search import Found
 
@@ -53,7 +54,7 @@ def numbers(estimate: Estimate, space: Space, request: Request) -> Numbers:
     args = resolve_args(spec, config.model.flavor, config.model.args)
     tokens = space.global_batch * config.training.seq_len
     rate = tokens / estimate.seconds
-    peak = request.gpu.peak_tflops["bfloat16"] * 1e12
+    peak = mfu_peak(config.training.mixed_precision_param, request.gpu)
     seconds = request.tokens / rate
     cost = None
     if request.price is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from torchtitan_like.plan.clusters import Cluster, is_validated
@@ -16,10 +17,16 @@ def caveats(gpu: Gpu, cluster: Cluster) -> list[str]:
     notes = []
     if not is_validated(gpu.key):
         notes.append(f"unvalidated: no published run on {gpu.name} was compared with these times")
-    if cluster.gpu not in ("", gpu.key):
+    if Path(cluster.gpu).stem not in ("", gpu.key):
         notes.append(f"the constants of cluster {cluster.key} were fitted on {cluster.gpu}")
+    if gpu.device_type == "cpu":
+        notes.append(
+            "times of CPU ranks are CPU seconds: on as many free cores, and without waiting"
+        )
     if not cluster.fitted_rows:
         notes.append("the cluster's shares of the peaks are assumptions, not fitted to runs")
+    if cluster.error_source:
+        notes.append(f"+-{cluster.error_percent:g} %: {cluster.error_source}")
     return notes
 
 
@@ -33,8 +40,9 @@ def lines(time: StepTime, gpu: Gpu, cluster: Cluster) -> Iterator[str]:
     yield f"Cluster: {cluster.name}"
     for note in caveats(gpu, cluster):
         yield f"Note: {note}"
+    device = {"cuda": "GPU", "cpu": "rank"}[gpu.device_type]
     yield (
-        f"{time.seconds:.3g} s a step, {time.tokens_per_second:,.0f} tokens/s of each GPU, "
+        f"{time.seconds:.3g} s a step, {time.tokens_per_second:,.0f} tokens/s of each {device}, "
         f"MFU {time.mfu:.1f} %: each +-{time.error_percent:g} %"
     )
 

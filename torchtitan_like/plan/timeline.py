@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -18,7 +19,7 @@ from torchtitan_like.distributed.schedule_view import Action, Order, schedule
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun
-from torchtitan_like.plan.durations import collective_seconds, durations, is_message
+from torchtitan_like.plan.durations import collective_seconds, durations, is_message, mfu_peak
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import COMPUTE, Recording, WorkItem
 
@@ -38,7 +39,6 @@ Part = Literal[
 ]
 PARTS: tuple[Part, ...] = get_args(Part)
 
-HOST_OPERATOR = 7e-6  # seconds of the host per operator that launches a kernel, eager
 _KINDS: Mapping[str, Part] = {
     "matmul": "matrix products",
     "attention": "attention",
@@ -124,7 +124,10 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
         seconds=total,
         parts={part: parts[part] for part in PARTS if parts.get(part, 0) > 0},
         tokens_per_second=tokens,
-        mfu=100 * tokens * _flops_per_token(config) / (gpu.peak_tflops["bfloat16"] * 1e12),
+        mfu=100
+        * tokens
+        * _flops_per_token(config)
+        / mfu_peak(config.training.mixed_precision_param, gpu),
         error_percent=cluster.error_percent,
         rank=runs[slowest].rank,
     )
@@ -142,8 +145,16 @@ def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clust
                 value * (1 - hidden) if _is_tensor_parallel(item) else value
                 for item, value in zip(run.recording.work, seconds, strict=True)
             ]
-        plays.append(play(run.recording, seconds))
+        recording = in_turn(run.recording) if gpu.device_type == "cpu" else run.recording
+        plays.append(play(recording, seconds, gpu.host_operator_us * 1e-6))
     return plays
+
+
+def in_turn(recording: Recording) -> Recording:
+    """Return a recording whose collectives overlap with nothing: a CPU rank does them itself."""
+    played = copy(recording)
+    played.work = [item._replace(stream=COMPUTE, is_async=False) for item in recording.work]
+    return played
 
 
 def _tokens_per_gpu(config: JobConfig, dims: ParallelDims) -> float:
@@ -165,14 +176,14 @@ def _flops_per_token(config: JobConfig) -> float:
 def play(
     recording: Recording,
     seconds: Sequence[float],
-    host_operator: float = HOST_OPERATOR,
+    host_operator: float,
 ) -> Played:
     """Run the work between the last two marks on its streams, and return when all of it is done.
 
     An item starts when the host has issued it, its stream is free, and, for a collective, its
     process group is free: NCCL runs the collectives of a group one after another. Messages between
     stages take no time here. After a copy that the host reads, the host continues when it is done.
-    seconds: of each item.
+    seconds: of each item. host_operator: seconds in which the host issues one operator.
     """
     start, end = (mark.num_work for mark in recording.marks[-2:])
     streams: dict[int, float] = {}

@@ -6,6 +6,7 @@ read is listed in `RecordedRun.problems`.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -27,6 +28,7 @@ from torchtitan_like.report.tolerant import (
     read_columns,
     read_objects,
 )
+from torchtitan_like.util.plan_file import MEMORY_STEP, TIME_STEP, Measured
 from torchtitan_like.util.reading import read_json, read_text
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
@@ -189,6 +191,28 @@ def read_run(
         config=config,
         end=_read_end(run, problems),
         problems=problems,
+    )
+
+
+def measured_steps(recorded: RecordedRun) -> Measured:
+    """Return what the newest attempt measured on rank 0, with which plans are compared.
+
+    Memory of a GPU's allocator at the first log line from step 3 on, and the median time from step
+    10 on. Pauses of checkpoints and validations are not part of it. The run must have an attempt.
+    """
+    attempt = recorded.attempts[-1]
+    metrics = recorded.metrics
+    steps = metrics.get("step") - float(attempt.started.get("step") or 0)
+    is_log_step = np.isfinite(metrics.get("step_s"))
+    try:
+        has_gpu = bool(json.loads(attempt.environment.get("facts.json", "{}")).get("gpus"))
+    except (AttributeError, ValueError):
+        has_gpu = False
+    memory = metrics.get("memory_gib")[is_log_step & (steps >= MEMORY_STEP)]
+    times = metrics.get("step_s")[is_log_step & (steps >= TIME_STEP)]
+    return Measured(
+        float(memory[0]) if has_gpu and len(memory) else None,
+        float(np.median(times)) if len(times) else None,
     )
 
 

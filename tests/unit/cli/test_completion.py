@@ -41,7 +41,7 @@ def test_commands_and_verbs_are_completed(script: Path) -> None:
     assert complete(script, "titan", "data", "t") == {"tokenize", "tiny", "train-tokenizer"}
     assert complete(script, "titan", "completion", "") == {"bash", "zsh"}
     assert complete(script, "titan", "data", "tiny", "m") == {"model"}
-    assert complete(script, "titan", "plan", "") == {"search", "compare"}
+    assert complete(script, "titan", "plan", "") == {"calibrate", "compare", "search"}
     assert "--rank-of-stage" in complete(script, "titan", "plan", "X.toml", "--ra")
     assert "--max-memory" in complete(script, "titan", "plan", "search", "X.toml", "--max")
     assert complete(script, "titan", "plan", "X.toml", "--max") == set()

@@ -99,6 +99,7 @@ TESTED_ELSEWHERE = (
     "run watch",
     "plan search",  # tests/integration/test_plan_search.py
     "plan compare",  # tests/unit/cli/test_plan_compare.py
+    "plan calibrate",  # tests/distributed/test_calibrate.py
     "run report",
     "run plot",
     "run trace",
@@ -157,6 +158,7 @@ WRITING = (
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
+    "plan calibrate",
 )
 PRINTING_OF_PLANS = ("plan compare",)  # needs a run with a plan
 FULL_DISK = (

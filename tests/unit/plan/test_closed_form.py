@@ -265,7 +265,7 @@ def test_the_closed_form_is_near_the_dry_run_of_a_mixture(layout: Layout) -> Non
     low, high = TIME_BAND
     assert low < seconds(layout, model, given, GPU, network) / dry.seconds < high
     low, high = MEMORY_BAND
-    assert low < memory_gib(layout, model, given) / (needed_gib(memory_of(run))) < high
+    assert low < memory_gib(layout, model, given) / needed_gib(memory_of(run), GPU) < high
 
 
 def test_time_and_memory_of_experts_follow_their_degrees() -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.durations import (
-    LAUNCH,
     LINK_SHARE,
     NETWORK_SHARE,
     durations,
@@ -16,12 +15,14 @@ from torchtitan_like.plan.durations import (
     find_repeated,
     fused_bytes,
     item_seconds,
+    mfu_peak,
     traffic,
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Alloc, Free, Group, Recording, WorkItem
 
 GPU = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0, "float8": 200.0})
+LAUNCH = GPU.launch_us * 1e-6
 CLUSTER = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.5, 0.0)
 
 
@@ -282,3 +283,57 @@ def test_efficiencies_scale_what_they_are_for() -> None:
     assert item_seconds(kernel("mul", 100), GPU, fast) == item_seconds(
         kernel("mul", 100), GPU, CLUSTER
     )
+
+
+CPU = replace(
+    GPU,
+    multiprocessors=0,
+    device_type="cpu",
+    peak_tflops={"float32": 0.1, "bfloat16": 0.2},
+    attention={"forward": (0.5, 2.0, 3.0), "backward": (0.25, 4.0, 5.0)},
+    collectives={
+        "all_gather": (100.0, 1.0),
+        "all_reduce": (200.0, 2.0),
+        "reduce_scatter": (300.0, 3.0),
+        "message": (400.0, 4.0),
+    },
+)
+
+
+def test_a_cpu_has_no_tiles() -> None:
+    item = matmul(100, 100, 100, "float32")._replace(num_bytes=0)
+    assert item_seconds(item, CPU, CLUSTER) == pytest.approx(2e6 / (0.1e12 * 0.5) + LAUNCH)
+
+
+def test_a_cpu_spends_time_on_each_score_and_row_of_attention() -> None:
+    item = attention(64, 64, is_causal=True)._replace(dtype="float32")
+    scores, rows = 8 * 64 * 64 / 2, 8 * 64
+    forward = item.flops / 2 / (0.1e12 * 0.5 * 0.5) + scores * 2e-9 + rows * 3e-9
+    assert item_seconds(item, CPU, CLUSTER) == pytest.approx(forward + LAUNCH)
+    backward = item._replace(op="attention_backward", shapes=(item.shapes[0], *item.shapes))
+    expected = item.flops / 2 / (0.1e12 * 0.5 * 0.25) + scores * 4e-9 + rows * 5e-9
+    assert item_seconds(backward, CPU, CLUSTER) == pytest.approx(expected + LAUNCH)
+
+
+@pytest.mark.parametrize(
+    ("op", "seconds"),
+    [
+        ("allgather_base", 100e-6 + 3e9 / 1e9),
+        ("all_gather_into_tensor", 100e-6 + 3e9 / 1e9),
+        ("all_reduce", 200e-6 + 3e9 / 2e9),
+        ("reduce_scatter_tensor", 300e-6 + 3e9 / 3e9),
+        ("send", 400e-6 + 4e9 / 4e9),
+        ("recv_", 400e-6 + 4e9 / 4e9),
+    ],
+)
+def test_measured_collectives_take_their_own_rates(op: str, seconds: float) -> None:
+    group = Group("world", 4, 1)
+    item = WorkItem("collective", op, 0, "", "forward", num_bytes=4 * 10**9, group=group)
+    assert item_seconds(item, CPU, CLUSTER) == pytest.approx(seconds)
+
+
+def test_mfu_is_a_share_of_bfloat16_on_gpus_and_of_its_own_dtype_on_cpus() -> None:
+    assert mfu_peak("float32", GPU) == 100e12
+    assert mfu_peak("float32", CPU) == 0.1e12
+    with pytest.raises(ValueError, match="no matrix products in float64"):
+        mfu_peak("float64", CPU)

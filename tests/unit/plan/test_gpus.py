@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.monitor.flops import PEAK_FLOPS
-from torchtitan_like.plan.gpus import FOLDER, gpu_names, load_gpu
+from torchtitan_like.plan.gpus import FOLDER, gpu_names, gpu_text, load_gpu
 
 
 @pytest.mark.parametrize("name", gpu_names())
@@ -31,3 +31,30 @@ def test_a_file_without_a_field_names_it(tmp_path: Path) -> None:
         load_gpu(str(path))
     path.write_text((FOLDER / "a100-80g.toml").read_text())
     assert load_gpu(str(path)).memory_gib == load_gpu("a100-80g").memory_gib
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('device_type = "tpu"', "device_type = 'tpu'. Expected one of cuda, cpu"),
+        ("attention = {forward = [0.6, 1, 1]}", "attention.*table of forward, backward"),
+        (
+            "attention = {forward = [0.6, 1, 1], backward = [0.5]}",
+            r"attention\] backward = \[0.5\]. Expected 3 numbers",
+        ),
+        ("collectives = {all_gather = [1, 2]}", "collectives.*table of all_gather, all_reduce"),
+    ],
+)
+def test_malformed_fields_of_a_device_are_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(f"{line}\n" + (FOLDER / "a100-80g.toml").read_text())
+    with pytest.raises(ValueError, match=message) as error:
+        load_gpu(str(path))
+    assert "correct" in str(error.value)
+
+
+def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
+    gpu = load_gpu("a100-80g")
+    path = tmp_path / "a100-80g.toml"
+    path.write_text(gpu_text(gpu, "of a data sheet"))
+    assert load_gpu(str(path)) == gpu

@@ -57,7 +57,7 @@ def test_the_spans_of_streams_are_those_of_the_play(tmp_path: Path) -> None:
     picture = tmp_path / "streams.svg"
     recording, seconds = recorded(gather(5), compute(2), wait(0, 0), compute(1))
     draw_streams(recording, play(recording, seconds, host_operator=0), 3, picture)
-    assert {"compute", "NCCL, 8 ranks (dp_shard)", "matrix products", "data parallel"} <= {
+    assert {"compute", "collectives of 8 ranks (dp_shard)", "matrix products", "data parallel"} <= {
         *texts_of(picture)
     }
     _, first, last = boxes_of(picture, PALETTE[0])  # after the one of the legend

@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_like.distributed.schedule_view import order_of, schedule, simulate
 from torchtitan_like.plan.record import Group, Recording, WorkItem
-from torchtitan_like.plan.timeline import Played, Span, pipeline_ends, play
+from torchtitan_like.plan.timeline import Played, Span, in_turn, pipeline_ends, play
 
 FSDP, TP = Group("1", 8, 2, "dp_shard"), Group("2", 2, 1, "tp")
 Item = tuple[WorkItem, float]
@@ -169,3 +169,17 @@ def test_schedules_of_unit_durations_are_those_of_the_picture() -> None:
     assert [[start / 2 for start, _ in row] for row in rows] == [
         [start for start, _ in row] for row in picture.starts
     ]
+
+
+def test_a_cpu_rank_does_its_communication_itself() -> None:
+    recording, seconds = recorded(
+        gather(3, TP, stream=1, is_async=True), compute(2), wait(0, 0), gather(4)
+    )
+    assert play(recording, seconds, host_operator=0.0).seconds == 4
+    result = play(in_turn(recording), seconds, host_operator=0.0)
+    assert result.seconds == sum(seconds)
+    assert result.parts == {
+        "exposed: tensor parallel": 3,
+        "matrix products": 2,
+        "exposed: data parallel": 4,
+    }

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.util.suggestions import nearest
 
 FOLDER = Path(__file__).parent
@@ -17,14 +18,16 @@ DEFAULT_CLUSTER = "default"
 class Cluster:
     """A cluster of nodes of one kind of GPU.
 
-    gpu: key of the GPU on which the constants were fitted; "" for any.
+    gpu: name of the GPU on which the constants were fitted, or path of its file; "" for any.
     gpus_per_node: GPUs that NVLink (or its like) connects.
     inter_node_gb_s: of one GPU's network card, per direction.
-    error_percent: of predicted step times, as measured on other runs of such clusters.
+    error_percent: of predicted step times. error_source: what it was measured on; "" for other runs
+    of such clusters.
     matmul_efficiency: of the peak, for a large matrix product.
     memory_efficiency: of the memory bandwidth, for a large kernel that it limits.
     async_tp_hidden: share of tensor-parallel communication that asynchronous TP overlaps.
-    fitted_rows: the published runs to which the constants were fitted; empty for assumptions.
+    fitted_rows: what the constants were fitted to, published runs or measurements; empty for
+    assumptions.
     """
 
     key: str
@@ -37,6 +40,7 @@ class Cluster:
     memory_efficiency: float
     async_tp_hidden: float
     fitted_rows: tuple[str, ...] = ()
+    error_source: str = ""
 
 
 # Fields of a file -> (type, exclusive lower bound, inclusive upper bound).
@@ -48,6 +52,11 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "memory_efficiency": (float, 0, 1),
     "async_tp_hidden": (float, -1e-9, 1),
 }
+
+
+def upper_bound(field: str) -> float:
+    """Return the largest value of a number in a file."""
+    return _RANGES[field][2]
 
 
 def cluster_names() -> list[str]:
@@ -80,6 +89,8 @@ def load_cluster(name: str) -> Cluster:
                 f"{high:g}: correct the file"
             )
     fields["fitted_rows"] = tuple(fields.get("fitted_rows", ()))
+    if str(fields.get("gpu", "")).endswith(".toml"):
+        fields["gpu"] = str(path.parent / fields["gpu"])
     try:
         return Cluster(**fields)
     except TypeError as error:
@@ -94,3 +105,13 @@ def is_validated(gpu: str) -> bool:
     """Return True if published runs on this GPU were compared with predictions."""
     clusters = (load_cluster(name) for name in cluster_names())
     return any(cluster.gpu == gpu and cluster.fitted_rows for cluster in clusters)
+
+
+def cluster_text(cluster: Cluster, comment: str) -> str:
+    """Return the TOML text that `load_cluster` reads. comment: its first lines, without "#"."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    for name, value in vars(cluster).items():
+        if name != "key":
+            text = toml_value(list(value) if isinstance(value, tuple) else value)
+            lines.append(f"{name} = {text}")
+    return "\n".join(lines) + "\n"

@@ -1,24 +1,45 @@
-"""Descriptions of GPUs: one TOML file for each, with its sources."""
+"""Descriptions of GPUs and other devices: one TOML file for each, with its sources."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal
 
 from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.util.suggestions import nearest
 
 FOLDER = Path(__file__).parent
 DEFAULT_GPU = "h100-80g"
+DEVICE_TYPES = ("cuda", "cpu")
+
+# Share of the matmul rate that FlashAttention reaches on its causal FLOPs, and nanoseconds of each
+# visible score and of each row of queries. FlashAttention-2 on an H100 reaches 0.58 of what a large matrix product does forward
+# and 0.45 backward (arXiv:2407.08608, figures 5 and 6: 350 to 400 and 300 to 340 TFLOP/s).
+ATTENTION: Mapping[str, tuple[float, ...]] = MappingProxyType(
+    {"forward": (0.58, 0.0, 0.0), "backward": (0.45, 0.0, 0.0)}
+)
+COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "message")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU.
+    """A GPU, or the cores of a CPU rank.
 
     memory_gib: total memory as PyTorch reports it. peak_tflops: dense, by dtype. hbm_tb_s: bandwidth
     of its memory. link_gb_s: of its links to the GPUs of the same node, per direction.
+    multiprocessors: over which the tiles of a matrix product are distributed; 0 for a CPU.
     cublas_workspace_mib: what PyTorch allocates for each cuBLAS handle.
+    device_type: "cuda" or "cpu", whose code paths a dry run takes.
+    outside_gib: memory of a rank outside of its tensors. On a GPU, the CUDA context and NCCL's
+    buffers: an assumption, because it depends on the driver and on the number of communicators.
+    launch_us: of the device between two kernels of a stream. host_operator_us: in which the host
+    issues an operator while the device works; 0 for a CPU rank, whose launch_us contains it.
+    attention: see `ATTENTION`. collectives: of a CPU, kind -> (microseconds, GB/s of the bytes
+    that a rank sends); empty if not measured. A GPU has the latencies and algorithms of NCCL.
     """
 
     key: str
@@ -29,6 +50,12 @@ class Gpu:
     link_gb_s: float
     cublas_workspace_mib: float
     peak_tflops: dict[str, float]
+    device_type: Literal["cuda", "cpu"] = "cuda"
+    outside_gib: float = 2.0
+    launch_us: float = 4.0
+    host_operator_us: float = 7.0
+    attention: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: ATTENTION)
+    collectives: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
 def gpu_names() -> list[str]:
@@ -39,7 +66,7 @@ def gpu_names() -> list[str]:
 def load_gpu(name: str) -> Gpu:
     """Read a GPU by name, or from a TOML file of the same form.
 
-    Raises ValueError if there is neither, or if a field is missing or unknown.
+    Raises ValueError if there is neither, or if a field is missing, unknown or malformed.
     """
     path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
     try:
@@ -51,7 +78,15 @@ def load_gpu(name: str) -> Gpu:
         raise ValueError(
             f"there is no GPU {name!r}. Expected {', '.join(names)}, or a TOML file: {remedy}"
         ) from None
-    fields = {"key": path.stem, **parse_toml(text)}
+    fields: dict[str, Any] = {"key": path.stem, **parse_toml(text)}
+    if fields.get("device_type", "cuda") not in DEVICE_TYPES:
+        raise ValueError(
+            f"{path}: device_type = {fields['device_type']!r}. Expected one of "
+            f"{', '.join(DEVICE_TYPES)}: correct the file"
+        )
+    for name, keys, size in (("attention", tuple(ATTENTION), 3), ("collectives", COLLECTIVES, 2)):
+        if name in fields:
+            fields[name] = _checked(fields[name], keys, size, f"{path}: [{name}]")
     try:
         return Gpu(**fields)
     except TypeError as error:
@@ -59,3 +94,38 @@ def load_gpu(name: str) -> Gpu:
         raise ValueError(
             f"{path} does not describe a GPU: {error}. Expected the fields {wanted}: correct the file"
         ) from None
+
+
+def _checked(
+    table: Any, keys: tuple[str, ...], size: int, label: str
+) -> dict[str, tuple[float, ...]]:
+    """Return a table that has `size` numbers, 0 or above, for each of `keys`.
+
+    label: the table's name in an error.
+    """
+    if not isinstance(table, dict) or table.keys() != set(keys):
+        raise ValueError(f"{label} = {table!r}. Expected a table of {', '.join(keys)}: correct it")
+    for key, values in table.items():
+        is_list = isinstance(values, list) and len(values) == size
+        if not is_list or not all(type(value) in (int, float) and value >= 0 for value in values):
+            raise ValueError(
+                f"{label} {key} = {values!r}. Expected {size} numbers, 0 or above: correct it"
+            )
+    return {key: tuple(map(float, values)) for key, values in table.items()}
+
+
+def gpu_text(gpu: Gpu, comment: str) -> str:
+    """Return the TOML text that `load_gpu` reads. comment: its first lines, without "#"."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    tables = []
+    for name, value in vars(gpu).items():
+        if isinstance(value, Mapping):
+            rows = (f"{key} = {_value(entry)}" for key, entry in value.items())
+            tables += ["", f"[{name}]", *rows] if value else []
+        elif name != "key":
+            lines.append(f"{name} = {_value(value)}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _value(value: Any) -> str:
+    return toml_value(list(value) if isinstance(value, tuple) else value)
