@@ -1,15 +1,18 @@
 """Compare predicted step times and memory with published runs, and fit clusters to a few of them.
 
-    python benchmarks/plan_published.py record          # dry runs, a few layers each; restartable
-    python benchmarks/plan_published.py fit             # constants of plan/clusters/*.toml, from rows `fit`
-    python benchmarks/plan_published.py table --split fit|holdout   # predicted and published tokens/s
-    python benchmarks/plan_published.py rank            # is the layout predicted as fastest the fastest?
-    python benchmarks/plan_published.py scope           # rows that are compared, and why others are not
-    python benchmarks/plan_published.py memory --split fit|holdout  # all layers: a CPU minute a row
+    python -m benchmarks.plan_published record   # dry runs, a few layers each; restartable
+    python -m benchmarks.plan_published fit      # constants of plan/clusters/*.toml, rows `fit`
+    python -m benchmarks.plan_published table    # predicted and published tokens/s
+    python -m benchmarks.plan_published rank     # is the layout predicted as fastest the fastest?
+    python -m benchmarks.plan_published scope    # compared rows, and why others are not
+    python -m benchmarks.plan_published memory   # predicted and published GiB
+
+With `--split holdout`, `table` and `memory` compare held-out rows instead of those of the fit.
 
 Rows are the facts of tests/assets/published_runs.csv, with their sources. A row is compared if a
 TOML of this package expresses its settings. Times are extended from two depths, and from two
-numbers of micro-batches: both are linear.
+numbers of micro-batches: both are linear. Memory is that of TorchTitan's code of a row's month; see
+`torchtitan_of_its_time`.
 """
 
 from __future__ import annotations
@@ -18,7 +21,6 @@ import argparse
 import contextlib
 import csv
 import hashlib
-import json
 import os
 import pickle
 import statistics
@@ -29,16 +31,27 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.deepened import NUM_RECORDED, deepen
+from benchmarks.torchtitan_of_its_time import (
+    SETTINGS,
+    code_of,
+    differences_of,
+    fused,
+    with_states_in_first_update,
+)
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.distributed.schedule_view import Action, order_of
+from torchtitan_like.distributed.stages import plan_stages
+from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.plan.allocator import Reserved, replay
 from torchtitan_like.plan.clusters import Cluster, load_cluster
-from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.gpus import Gpu, load_gpu
+from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
 from torchtitan_like.preflight import load_checked
-from torchtitan_like.util.units import GIB
+from torchtitan_like.util.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
 ROWS = ROOT / "tests/assets/published_runs.csv"
@@ -292,8 +305,8 @@ FITS = {
         ("nemo-8B-8-bf16", "nemo-70B-128-bf16", "nemo-405B-1152-bf16"),
     ),
 }
-# Held-out rows whose published values were known while the model was written. They are listed and do
-# not count.
+# Held-out rows whose published values were known while the model was written. They are listed and
+# do not count.
 KNOWN = (
     "titan202412-8B-128-eager",
     "titan202412-8B-128-compile-fp8",
@@ -302,6 +315,16 @@ KNOWN = (
     "titan202412-405B-512-cp1-32k",
     "titan-405B-128-bf16-0-2024-10",
     "log1690-q32B-16-bs4",
+)
+# Held-out rows whose published memory was known while the emulation was written.
+KNOWN_MEMORY = (
+    "titan202412-8B-8-compile",
+    "titan202412-8B-128-eager",
+    "titan202412-70B-256-tp8-tp",
+    "titan202412-405B-512-1F1B",
+    "log1690-q32B-16-bs4",
+    "log1690-q32B-32-tp8-bs32",
+    "log1690-q32B-64-tp8-bs32",
 )
 
 
@@ -428,34 +451,94 @@ def print_table(rows: Sequence[Row], cache: Path, *, calibrated: bool) -> None:
         print_quantiles(title, errors[mark])
 
 
-def reserved_gib(row: Row, cache: Path) -> float:
-    """Return the memory that the fullest rank reserves, with all layers and micro-batches."""
-    shape = Shape(int(row["layers"]), micro_batches(row))
-    settings = settings_of(row, shape, is_whole=True)
-    key = hashlib.sha256(f"memory {row['gpus']} {settings[2:]}".encode()).hexdigest()[:16]
-    path = cache / f"{key}.json"
+def whole_settings(row: Row, layers: int) -> list[str]:
+    """Return the arguments of `titan plan` for a row with its own pipeline and so many layers."""
+    return [*settings_of(row, Shape(layers, micro_batches(row)), is_whole=True), *SETTINGS]
+
+
+def load_whole(row: Row, layers: int) -> JobConfig:
+    """Return the configuration of `whole_settings`."""
+    settings = whole_settings(row, layers)
+    with contextlib.redirect_stdout(sys.stderr):
+        config, _ = load_checked(settings, int(row["gpus"]), training=False, device_type="cuda")
+    return config
+
+
+def record_memory(row: Row, cache: Path) -> Recording:
+    """Return the dry run of rank 0 with the code of a row's month, from the cache if it is there.
+
+    Its stage has the layers that `deepen` repeats. Of a pipeline, rank 0 keeps the most
+    micro-batches; one step is recorded.
+    """
+    pp = int(row["pp"])
+    layers = NUM_RECORDED * pp
+    code = [difference.what for difference in differences_of(row)]
+    described = f"memory {row['gpus']} {whole_settings(row, layers)[2:]} {code}"
+    path = cache / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pickle"
     if not path.exists():
-        with contextlib.redirect_stdout(sys.stderr):
-            config, _ = load_checked(settings, int(row["gpus"]), training=False, device_type="cuda")
-        memories = plan_memory(config, int(row["gpus"]), load_gpu(cluster_of(row)[1]))
-        path.write_text(json.dumps([memory.reserved for memory in memories]))
-    return max(json.loads(path.read_text())) / GIB
+        workspace = round(load_gpu(cluster_of(row)[1]).cublas_workspace_mib * MIB)
+        options = {"matmul_workspace": workspace, "num_steps": 2 if pp == 1 else 1}
+        config = load_whole(row, layers)
+        with code_of(row):
+            run = record_ranks(config, int(row["gpus"]), [0], **options)[0]
+        partial = path.with_suffix(".partial")
+        partial.write_bytes(pickle.dumps(run.recording))
+        os.replace(partial, path)
+    recording = pickle.loads(path.read_bytes())
+    assert isinstance(recording, Recording)
+    return recording
+
+
+def layers_of_rank_0(row: Row) -> int:
+    """Return the layers of a row's first stage, without a pipeline of the model."""
+    if row["pp"] == "1":
+        return int(row["layers"])
+    config = load_whole(row, int(row["layers"]))
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    names = plan_stages(spec, args, config.parallelism).fqns[0]
+    return sum(name.startswith("layers.") for name in names)
+
+
+def reserve(row: Row, cache: Path) -> Reserved:
+    """Return what rank 0 of a row reserves, with all layers and micro-batches."""
+    assert row["vp"] == "1", "several stages on a rank"
+    recording = record_memory(row, cache)
+    if row["compile"] == "1":
+        recording = fused(recording)
+    if row["pp"] == "1":
+        recording = with_states_in_first_update(recording)
+    deep = deepen(recording, layers_of_rank_0(row))
+    return replay(deep, is_expandable=row["allocator"] != "classic")
 
 
 def print_memory(rows: Sequence[Row], cache: Path) -> None:
-    """Print predicted and published reserved memory. Compiled rows are upper bounds."""
-    errors = []
-    print("| row | compiled | predicted | published | error |\n|---|---|---|---|---|")
+    """Print predicted and published memory of TorchTitan's rows, in GiB."""
+    errors: dict[str, list[float]] = {"": [], " (known)": []}
+    print("| row | compiled | active | published | reserved | published | error |")
+    print("|---|---|---|---|---|---|---|")
     for row in rows:
-        if row["mem_reserved_gib"]:
-            predicted, published = reserved_gib(row, cache), float(row["mem_reserved_gib"])
-            errors.append(abs(predicted / published - 1))
-            print(
-                f"| {row['id']} | {'yes' if row['compile'] == '1' else 'no'} | {predicted:.2f} "
-                f"| {published:.2f} | {100 * (predicted / published - 1):+.1f} % |",
-                flush=True,
-            )
-    print_quantiles("Memory", errors)
+        if not row["mem_reserved_gib"]:
+            continue
+        mark = " (known)" if row["id"] in KNOWN_MEMORY else ""
+        is_compiled = "yes" if row["compile"] == "1" else "no"
+        try:
+            reserved = reserve(row, cache)
+        except (ConfigError, RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[-1][:90]
+            print(f"| {row['id']}{mark} | {is_compiled} | | | | | {reason} |", flush=True)
+            continue
+        predicted, published = reserved.num_bytes / GIB, float(row["mem_reserved_gib"])
+        active = row["mem_active_gib"] and f"{float(row['mem_active_gib']):.2f}"
+        relative = predicted / published - 1
+        errors[mark].append(abs(relative))
+        print(
+            f"| {row['id']}{mark} | {is_compiled} | {reserved.active / GIB:.2f} | {active} "
+            f"| {predicted:.2f} | {published:.2f} | {100 * relative:+.1f} % |",
+            flush=True,
+        )
+    for mark, title in (("", "Unmarked"), (" (known)", "Known")):
+        print_quantiles(title, errors[mark])
 
 
 def print_quantiles(title: str, errors: Sequence[float]) -> None:
@@ -463,8 +546,8 @@ def print_quantiles(title: str, errors: Sequence[float]) -> None:
     if errors:
         shares = [sum(error <= limit for error in errors) for limit in (0.07, 0.10, 0.15)]
         print(
-            f"\n{title}, {len(errors)} rows: median {100 * statistics.median(errors):.1f} %, within 7 %: "
-            f"{shares[0]}, within 10 %: {shares[1]}, within 15 %: {shares[2]}"
+            f"\n{title}, {len(errors)} rows: median {100 * statistics.median(errors):.1f} %, "
+            f"within 7 %: {shares[0]}, within 10 %: {shares[1]}, within 15 %: {shares[2]}"
         )
 
 
