@@ -30,9 +30,10 @@ def copy_to(x: Tensor, group: ProcessGroup) -> Tensor:
 def add_once(x: Tensor, group: ProcessGroup) -> Tensor:
     """x on the first rank and zeros on the others in forward, identity in backward.
 
-    For a bias that every rank adds before the ranks' results are summed: each rank then has the
-    whole gradient of the sum, and no collective is needed. None may depend on the rank either: of
-    gradients known to be zero, torch.compile moves an all-reduce into forward, on these ranks only.
+    For a bias that every rank adds before the ranks' results are summed. Each rank then has the
+    whole gradient of the sum, so that no collective is needed. An all-reduce would hang: where a
+    rank's gradient is known to be zero, torch.compile moves the all-reduce into forward, on this
+    rank only.
     """
     return _apply(x, _on_first_rank, _identity, group)
 
