@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 
-from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, Cluster, load_cluster
+from torchtitan_like.plan.clusters import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    load_cluster,
+    typical_cluster,
+)
 from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
 
 
@@ -32,6 +37,7 @@ def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
     except ValueError as error:
         raise ValueError(f"--cluster: {error}") from None
     try:
-        return load_gpu(arguments.gpu or cluster.gpu or DEFAULT_GPU), cluster
+        gpu = load_gpu(arguments.gpu or cluster.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from None
+    return gpu, typical_cluster(gpu.key) if arguments.cluster == DEFAULT_CLUSTER else cluster

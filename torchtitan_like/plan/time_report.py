@@ -24,7 +24,7 @@ def caveats(gpu: Gpu, cluster: Cluster) -> list[str]:
             "times of CPU ranks are CPU seconds: on as many free cores, and without waiting"
         )
     if not cluster.fitted_rows:
-        notes.append("the cluster's shares of the peaks are assumptions, not fitted to runs")
+        notes.append("the shares of the peaks are not fitted to runs of this cluster")
     if cluster.error_source:
         notes.append(f"+-{cluster.error_percent:g} %: {cluster.error_source}")
     return notes

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.plan.clusters import FOLDER, cluster_names, is_validated, load_cluster
+from torchtitan_like.plan.clusters import (
+    FOLDER,
+    cluster_names,
+    is_validated,
+    load_cluster,
+    typical_cluster,
+)
 from torchtitan_like.plan.gpus import gpu_names
 
 ROWS = Path(__file__).parents[2] / "assets/published_runs.csv"
@@ -28,6 +34,18 @@ def test_each_cluster_is_fitted_to_at_most_three_rows_none_of_them_held_out(name
 def test_gpus_without_a_published_run_are_unvalidated() -> None:
     assert is_validated("h100-96g")
     assert not is_validated("mi300x-192g")
+
+
+def test_the_default_has_the_mean_shares_of_the_clusters_with_its_gpu() -> None:
+    default, typical = load_cluster("default"), typical_cluster("h100-96g")
+    shares = [
+        load_cluster(name).matmul_efficiency for name in ("grand-teton-h100", "h100-hosts-2025")
+    ]
+    assert min(shares) < typical.matmul_efficiency < max(shares)
+    assert typical.matmul_efficiency**2 == pytest.approx(shares[0] * shares[1], rel=0.01)
+    assert (typical.key, typical.error_percent) == ("default", default.error_percent)
+    assert typical.fitted_rows == () and "grand-teton-h100 and h100-hosts-2025" in typical.name
+    assert typical_cluster("mi300x-192g") == default
 
 
 def test_an_unknown_cluster_lists_the_known_ones() -> None:

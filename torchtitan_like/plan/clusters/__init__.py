@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from torchtitan_like.config.layers import parse_toml
@@ -103,8 +104,28 @@ def load_cluster(name: str) -> Cluster:
 
 def is_validated(gpu: str) -> bool:
     """Return True if published runs on this GPU were compared with predictions."""
+    return bool(_fitted_on(gpu))
+
+
+def typical_cluster(gpu: str) -> Cluster:
+    """Return the default cluster, with the shares of the peaks that fitted clusters of a GPU reach.
+
+    They are geometric means. Without a fitted cluster of this GPU, they stay those of the default.
+    """
+    default, fitted = load_cluster(DEFAULT_CLUSTER), _fitted_on(gpu)
+    if not fitted:
+        return default
+    means = {
+        name: round(geometric_mean(getattr(cluster, name) for cluster in fitted), 3)
+        for name in ("matmul_efficiency", "memory_efficiency")
+    }
+    names = " and ".join(cluster.key for cluster in fitted)
+    return replace(default, **means, name=f"{default.name}, shares of the peaks as {names}")
+
+
+def _fitted_on(gpu: str) -> list[Cluster]:
     clusters = (load_cluster(name) for name in cluster_names())
-    return any(cluster.gpu == gpu and cluster.fitted_rows for cluster in clusters)
+    return [cluster for cluster in clusters if cluster.gpu == gpu and cluster.fitted_rows]
 
 
 def cluster_text(cluster: Cluster, comment: str) -> str:
