@@ -115,12 +115,15 @@ def typical_cluster(gpu: str) -> Cluster:
     default, fitted = load_cluster(DEFAULT_CLUSTER), _fitted_on(gpu)
     if not fitted:
         return default
-    means = {
-        name: round(geometric_mean(getattr(cluster, name) for cluster in fitted), 3)
-        for name in ("matmul_efficiency", "memory_efficiency")
-    }
+    matmul = geometric_mean(cluster.matmul_efficiency for cluster in fitted)
+    memory = geometric_mean(cluster.memory_efficiency for cluster in fitted)
     names = " and ".join(cluster.key for cluster in fitted)
-    return replace(default, **means, name=f"{default.name}, shares of the peaks as {names}")
+    return replace(
+        default,
+        name=f"{default.name}, shares of the peaks as {names}",
+        matmul_efficiency=round(matmul, 3),
+        memory_efficiency=round(memory, 3),
+    )
 
 
 def _fitted_on(gpu: str) -> list[Cluster]:
