@@ -1,6 +1,6 @@
 """Compare the CPU seconds of real steps with those that `titan plan` predicts.
 
-    torchrun --nproc_per_node 2 --no-python titan plan calibrate -o cpu.toml
+    torchrun --nproc_per_node=2 --no-python titan plan calibrate -o cpu.toml
     python -m benchmarks.plan_cpu --cluster cpu.toml [--layouts "debug fsdp,S tp"] [--steps 20]
 
 Each layout trains on gloo ranks of this machine, one thread each. Measured is the CPU time of a

@@ -1,6 +1,6 @@
 r"""Cost of `resilience.replica_check_freq`: a comparison of replicas relative to a training step.
 
-    torchrun --nproc_per_node 2 benchmarks/replica_check.py [--freq 100] [--steps 8] \
+    torchrun --nproc_per_node=2 benchmarks/replica_check.py [--freq 100] [--steps 8] \
         --job.config_file TOML [--section.key value ...]
 
 Prints medians of CPU time and wall time on rank 0, and the relative cost of a comparison every

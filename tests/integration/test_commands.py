@@ -298,6 +298,7 @@ CHECKS = {
     "titan k8s ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
+    "torchrun --nproc_per_node=2 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
     "titan lighthouse ": lambda words: parse_titan(words[1:]),
     "TORCHFT_LIGHTHOUSE=": lambda words: check(
@@ -332,8 +333,8 @@ CHECKS = {
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),
     "python scripts/find_batch_size.py ": lambda words: check_job(words),
-    "torchrun --nproc_per_node 2 benchmarks/": lambda words: check(
-        ["--world-size", "2", *words[4:]]
+    "torchrun --nproc_per_node=2 benchmarks/": lambda words: check(
+        ["--world-size", "2", *words[3:]]
     ),
     "python -m tests.gpu_null.harness 2 ": lambda words: check(["--world-size", "2", *words[4:]]),
     "NULL_GPU_PYTHON=": lambda words: check_shell("run_tests.sh", "--null-gpu"),
@@ -449,6 +450,8 @@ EXECUTED_ELSEWHERE = {
     "--ema": "test_ema.py",
     "search": "test_plan_search.py",
     "outputs/llama3_8b": "test_plan_compare.py",
+    "my_cluster.toml": "test_fit.py",
+    "cpu.toml": "test_calibrate.py",
 }
 
 

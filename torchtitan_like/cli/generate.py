@@ -87,7 +87,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "the tokenizer's end-of-text token, a stop string, N new tokens, or the end of the model's\n"
         "context. The same seed gives the same tokens for any batch size. To shard the model over\n"
         "2 processes by tensor parallelism:\n"
-        "  torchrun --nproc_per_node 2 --no-python titan generate STEP --prompt TEXT\n\n"
+        "  torchrun --nproc_per_node=2 --no-python titan generate STEP --prompt TEXT\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -58,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Without --from: measures matrix products, kernels limited by memory, and on a CPU attention,\n"
         "small operators, and collectives of the ranks that a launcher started. Start one for each\n"
         "rank of the runs to plan, such as\n"
-        "  torchrun --nproc_per_node 8 --no-python titan plan calibrate -o my_cluster.toml --gpu h100-80g\n"
+        "  torchrun --nproc_per_node=8 --no-python titan plan calibrate -o my_cluster.toml --gpu h100-80g\n"
         "On a CPU, it also writes FILE_device.toml, which the cluster file names.\n"
         "With --from: dry-runs the configuration of each run, and fits up to three constants, never\n"
         "more than runs. Each run is predicted from the others; the largest error is the error band.\n"

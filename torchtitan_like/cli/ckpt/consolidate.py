@@ -39,7 +39,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Torch's HuggingFaceStorageWriter(save_distributed=True) writes such shards. Uses no\n"
         "GPU. The output is read back before anything is removed. To share the work over 4\n"
         "processes that all see both folders:\n"
-        "  torchrun --nproc_per_node 4 --no-python titan ckpt consolidate SHARDS OUT\n\n"
+        "  torchrun --nproc_per_node=4 --no-python titan ckpt consolidate SHARDS OUT\n\n"
         f"example: {EXAMPLE}"
     )
 

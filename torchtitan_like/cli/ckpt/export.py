@@ -27,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_import_flag(parser)
     parser.epilog = (
         "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
-        "  torchrun --nproc_per_node 4 --no-python titan ckpt export STEP OUT\n\n"
+        "  torchrun --nproc_per_node=4 --no-python titan ckpt export STEP OUT\n\n"
         f"example: {EXAMPLE}"
     )
 

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "algbw is bytes / time. busbw is algbw x 2 (n - 1) / n for n ranks: the load of each link.\n"
         "Compare busbw with --advertised; 80 % of it is usual for large tensors. FSDP sends the\n"
         "weights of one block at a time, so measure at that size. Start one process per GPU:\n"
-        "  torchrun --nproc_per_node 8 --no-python titan node bench --advertised 450\n"
+        "  torchrun --nproc_per_node=8 --no-python titan node bench --advertised 450\n"
         "  srun --ntasks-per-node 8 titan node bench    (MASTER_ADDR names the first host)\n\n"
         f"example: {EXAMPLE}"
     )

@@ -43,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "number of GPUs, uncorrected memory errors, pending row remaps, slowdown by hardware,\n"
         "temperature, Xid errors in the kernel log, and every pair of GPUs.\n"
         "With --ranks every rank prints its device and cores, or what is broken:\n"
-        "  torchrun --nproc_per_node 8 --no-python titan node check --ranks\n"
+        "  torchrun --nproc_per_node=8 --no-python titan node check --ranks\n"
         "  srun --ntasks-per-node 8 titan node check --ranks  (MASTER_ADDR: the first host)\n\n"
         f"example: {EXAMPLE}"
     )
