@@ -36,7 +36,6 @@ from benchmarks.torchtitan_of_its_time import (
     SETTINGS,
     code_of,
     differences_of,
-    fused,
     with_states_in_first_update,
 )
 from torchtitan_like.config import ConfigError, JobConfig
@@ -47,6 +46,7 @@ from torchtitan_like.plan.allocator import Reserved, replay
 from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fit import Sample, fit
+from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
@@ -505,7 +505,7 @@ def reserve(row: Row, cache: Path) -> Reserved:
     assert row["vp"] == "1", "several stages on a rank"
     recording = record_memory(row, cache)
     if row["compile"] == "1":
-        recording = fused(recording)
+        recording = fused_memory(recording)
     if row["pp"] == "1":
         recording = with_states_in_first_update(recording)
     deep = deepen(recording, layers_of_rank_0(row))

@@ -3,16 +3,11 @@
 The planner describes this package's trainer. Published memory was measured with the code of its
 month. `DIFFERENCES` lists what that code allocated otherwise, with the change that is its source.
 No number here is fitted to a row.
-
-Of a compiled block, a kernel's result is memory only if something outside of the kernel reads it:
-between two matrix products (or attention, or collectives) pointwise operators are one kernel. The
-partitioner of torch.compile keeps no saved result that the backward does not read.
 """
 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -20,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils.checkpoint import CheckpointPolicy
 
 import torchtitan_like.build as build
 import torchtitan_like.distributed.activation as activation
@@ -28,8 +22,7 @@ import torchtitan_like.distributed.data_parallel as data_parallel
 import torchtitan_like.models.layers.attention as attention
 import torchtitan_like.models.layers.decoder as decoder
 import torchtitan_like.models.layers.norm as norm
-from torchtitan_like.plan.record import COMPUTE, Alloc, Mark, Recording
-from torchtitan_like.util.units import MIB
+from torchtitan_like.plan.record import Mark, Recording
 
 Row = dict[str, str]
 
@@ -309,19 +302,6 @@ def _saves_absolute_values(row: Row) -> AbstractContextManager[None]:
     return _replaced(activation, "SAVED_OPS", saved)
 
 
-def _drops_last_product(row: Row) -> AbstractContextManager[None]:
-    """Do not save the seventh matrix product of a block, w2's, which no backward reads."""
-    policy: Any = activation._PerOpPolicy
-    original = policy.__call__
-
-    def call(self: Any, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        decided = original(self, ctx, op, *args, **kwargs)
-        is_last = str(op) == "aten.mm.default" and self._num_products[ctx.is_recompute] % 7 == 0
-        return CheckpointPolicy.PREFER_RECOMPUTE if is_last else decided
-
-    return _replaced(policy, "__call__", call)
-
-
 # ---- the table
 
 
@@ -422,12 +402,6 @@ DIFFERENCES = (
         _saves_absolute_values,
         _is_eager_float8,
     ),
-    Difference(
-        "a compiled block does not save the output of w2",
-        *(*ALWAYS, "the partitioner of torch.compile"),
-        _drops_last_product,
-        _is_compiled,
-    ),
 )
 
 
@@ -479,37 +453,3 @@ def with_states_in_first_update(recording: Recording) -> Recording:
         *recording.marks[3:],
     ]
     return moved
-
-
-def fused(recording: Recording) -> Recording:
-    """Return the memory events without what compiled blocks make and use within one kernel."""
-    is_end = [
-        item.kind in ("matmul", "attention", "collective", "copy")
-        or item.stream != COMPUTE
-        or item.dtype.startswith("complex")  # Inductor generates no code for complex numbers
-        for item in recording.work
-    ]
-    ends = [index for index, is_one in enumerate(is_end) if is_one]
-    freed = {event.id: event.at for event in recording.events if not isinstance(event, Alloc)}
-    dropped = set()
-    for event in recording.events:
-        if (
-            isinstance(event, Alloc)
-            and event.id in freed
-            and event.module.startswith("layers.")
-            and event.stream == COMPUTE
-            and event.num_bytes > MIB
-            and event.op != "resize_"
-            and recording.category(event) != "workspaces"
-            and not (event.at < len(is_end) and is_end[event.at])
-            and bisect_right(ends, event.at) == bisect_left(ends, freed[event.id])
-        ):
-            dropped.add(event.id)
-    result = Recording()
-    result.streams, result.categories = recording.streams, recording.categories
-    num_kept = [0]
-    for event in recording.events:
-        num_kept.append(num_kept[-1] + (event.id not in dropped))
-    result.events = [event for event in recording.events if event.id not in dropped]
-    result.marks = [Mark(mark.name, num_kept[mark.num_events], 0) for mark in recording.marks]
-    return result

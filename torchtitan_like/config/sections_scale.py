@@ -458,6 +458,11 @@ class Compile(Section):
         """True if anything is compiled."""
         return self.enable and bool(self.components)
 
+    @property
+    def compiles_model(self) -> bool:
+        """True if the blocks of the model are compiled."""
+        return self.enable and "model" in self.components
+
 
 class Float8Linear(Section):
     """float8 matrix products in linear layers (converter quantize.linear.float8)."""

@@ -63,7 +63,7 @@ class Sections:
 
     @property
     def compiles_model(self) -> bool:
-        return self.compile.enable and "model" in self.compile.components
+        return self.compile.compiles_model
 
     @property
     def loss_backend(self) -> str | None:

@@ -126,25 +126,27 @@ def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
 # ---- memory
 
 
-def bytes_per_token(sizes: Sizes, tp: int = 1, cp: int = 1) -> float:
+def bytes_per_token(sizes: Sizes, tp: int = 1, cp: int = 1, *, fuses: bool = False) -> float:
     """Return the bytes that one layer keeps for its backward per token of a rank, in bfloat16.
 
     Assumes fused norms and attention. Tensor parallelism shards: the residual stream (twice),
-    queries and the output of attention, keys and values, four times the feed-forward width, and a
-    float32 for each head (log-sum-exp of attention) and each norm. It does not shard the outputs of
-    the two norms, which are gathered. Context parallelism adds the gathered keys and values of all
-    ranks. A mixture of experts keeps input and output of the experts for each row, and its tokens in
-    float32 in place of the gathered norm. A test measures these bytes.
+    queries and the output of attention, keys and values, four times the feed-forward width (three
+    times if `fuses`, as compiled code), and a float32 for each head (log-sum-exp of attention) and
+    each norm. It does not shard the outputs of the two norms, which are gathered. Context
+    parallelism adds the gathered keys and values of all ranks. A mixture of experts keeps input and
+    output of the experts for each row, and its tokens in float32 in place of the gathered norm. A
+    test measures these bytes.
     """
-    widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + 4 * sizes.ffn_dim
+    ffn_widths = 3 if fuses else 4
+    widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + ffn_widths * sizes.ffn_dim
     sharded = 2 * widths + ROW_KEPT * sizes.rows * sizes.dim + 4 * sizes.heads + 8
     norms = 2 * sizes.dim + (4 * sizes.dim / tp if sizes.rows else 2 * sizes.dim)
     return sharded / tp + norms
 
 
-def kept_bytes_per_token(sizes: Sizes, layout: Layout) -> float:
+def kept_bytes_per_token(sizes: Sizes, layout: Layout, *, fuses: bool = False) -> float:
     """Return the bytes that a layer keeps per token with the layout's recomputation."""
-    every = bytes_per_token(sizes, layout.tp, layout.cp)
+    every = bytes_per_token(sizes, layout.tp, layout.cp, fuses=fuses)
     block_input = 2 * sizes.dim / layout.tp
     routed = sizes.rows * sizes.expert_dim
     products = sizes.q_dim + 2 * sizes.kv_dim + 2 * sizes.dim + 2 * (sizes.ffn_dim - routed)
@@ -178,9 +180,10 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
         gathered = (3 * BYTES_GATHERED + BYTES_REDUCED) * largest
         gathered += BYTES_REDUCED * whole if layout.pp > 1 else 0
     tokens = layout.micro_batch * space.config.training.seq_len / layout.cp
-    kept = kept_bytes_per_token(sizes, layout)
+    fuses = space.config.compile.compiles_model
+    kept = kept_bytes_per_token(sizes, layout, fuses=fuses)
     activations = tokens * layers * kept * _in_flight(layout)
-    one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp)
+    one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp, fuses=fuses)
     one_layer += ROW_TEMPORARY * _rows_of_rank(layout, sizes, space) * sizes.dim
     return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
 

@@ -24,8 +24,13 @@ def plan_memory(
 
     Raises RuntimeError if the configuration does not train.
     """
-    runs = dry_runs(config, world_size, gpu, stages)
-    return [memory_of(run, device_type=gpu.device_type) for run in runs]
+    return memory_of_all(dry_runs(config, world_size, gpu, stages), config, gpu)
+
+
+def memory_of_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu) -> list[RankMemory]:
+    """Return the memory of each dry run of a configuration."""
+    fuses = config.compile.compiles_model
+    return [memory_of(run, device_type=gpu.device_type, fuses=fuses) for run in runs]
 
 
 def dry_runs(
@@ -62,10 +67,10 @@ def assumptions(config: JobConfig) -> list[str]:
             "even routing assumed: all experts receive the same number of tokens. Uneven routing needs "
             "more memory and time"
         )
-    if config.compile.enable:
+    if config.compile.compiles_model:
         notes.append(
-            "compile.enable: memory is that of the eager model, which is an upper bound: fused "
-            "operators keep fewer activations"
+            "compile.enable: which results a compiled block keeps follows rules; torch.compile itself "
+            "does not run"
         )
     if config.parallelism.enable_async_tensor_parallel:
         notes.append("enable_async_tensor_parallel: its buffers are not modeled")

@@ -7,13 +7,13 @@ cluster. No constant depends on a model or on a layout.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torchtitan_like.plan.clusters import Cluster
+from torchtitan_like.plan.fusion import fused_bytes
 from torchtitan_like.plan.gpus import Gpu
-from torchtitan_like.plan.record import COMPUTE, Alloc, Free, Recording, WorkItem
+from torchtitan_like.plan.record import Recording, WorkItem
 
 PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 % of 32
 
@@ -283,109 +283,3 @@ def durations(
             kernel = memory_seconds(num_bytes, gpu, cluster) + gpu.launch_us * 1e-6
             seconds[index] = kernel if num_bytes else 0.0
     return seconds
-
-
-FEW_BYTES = 64  # of the result of a reduction of a whole tensor
-
-# Kernels that a compiler does not fuse with their neighbors.
-_NOT_FUSED = ("embedding", "_fused_adam", "_foreach", "split_with_sizes_copy", "_chunk_cat")
-
-
-def fused_bytes(recording: Recording) -> dict[int, int]:
-    """Return the bytes of memory-bound items of compiled blocks, by index.
-
-    Between two matrix products, attentions, collectives or waits, all such kernels become one. It
-    reads what exists before, and writes what is alive after it. It is the last of them; the others
-    get 0 bytes. A reduction to a few numbers, such as float8's largest value, ends a kernel: the
-    next one reads its input again. What a block computes twice is computed once. The optimizer and
-    other streams are not compiled.
-    """
-    repeated, first_copy = find_repeated(recording)
-    freed_at = {event.id: event.at for event in recording.events if isinstance(event, Free)}
-    for index, item in enumerate(recording.work):
-        if index not in repeated:
-            for storage, _ in item.reads:
-                if storage in first_copy:  # the first copy is read in its place
-                    first = first_copy[storage]
-                    freed_at[first] = max(freed_at.get(first, 0), index + 1)
-    fused: dict[int, int] = {}
-    run: list[int] = []
-
-    def close() -> None:
-        if not run:
-            return
-        written: dict[int, int] = {}
-        read: dict[int, int] = {}
-        for index in run:
-            item = recording.work[index]
-            for storage, num_bytes in item.reads:
-                storage = first_copy.get(storage, storage)
-                if storage not in written or storage == 0:
-                    read[storage] = max(read.get(storage, 0), num_bytes)
-            for storage, num_bytes in item.writes:
-                written[storage] = max(written.get(storage, 0), num_bytes)
-        end = run[-1] + 1
-        kept = (n for storage, n in written.items() if freed_at.get(storage, end + 1) > end)
-        fused.update(dict.fromkeys(run, 0))
-        fused[run[-1]] = sum(read.values()) + sum(kept)
-        run.clear()
-
-    for index, item in enumerate(recording.work):
-        if item.stream != COMPUTE:
-            continue
-        if index in repeated:
-            fused[index] = 0
-        elif _is_compiled(item):
-            run.append(index)
-            if item.writes and max(size for _, size in item.writes) <= FEW_BYTES:
-                close()
-        else:
-            close()
-    close()
-    return fused
-
-
-def _is_compiled(item: WorkItem) -> bool:
-    is_block = item.pass_ != "update" and item.module.startswith("layers.")
-    return item.kind == "memory" and is_block and not item.op.startswith(_NOT_FUSED)
-
-
-def find_repeated(recording: Recording) -> tuple[set[int], dict[int, int]]:
-    """Return the kernels that compute again what their block has, and their results' first copies.
-
-    A compiled block computes an expression once: three projections of one input cast it to float8
-    once. Backward and the recomputation before it are one graph. Views are told apart only by their
-    size, so only kernels that read whole tensors count.
-    """
-    sizes = {event.id: event.num_bytes for event in recording.events if isinstance(event, Alloc)}
-    repeated: set[int] = set()
-    first_copy: dict[int, int] = {}
-    versions: Counter[int] = Counter()  # changes in place
-    known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
-    graph = ("", False)
-    for index, item in enumerate(recording.work):
-        if item.stream != COMPUTE or not _is_compiled(item):
-            continue
-        now = ".".join(item.module.split(".")[:2]), item.pass_ == "forward"
-        if now != graph:
-            graph = now
-            known.clear()
-        if item.op.endswith("_"):
-            versions.update(storage for storage, _ in item.writes)
-            continue
-        if not item.writes or any(sizes.get(s) != n for s, n in (*item.reads, *item.writes)):
-            continue
-        operands = [first_copy.get(storage, storage) for storage, _ in item.reads]
-        key = (
-            item.op,
-            *((operand, versions[operand]) for operand in operands),
-            *(num_bytes for _, num_bytes in item.writes),
-        )
-        results = known.setdefault(key, item.writes)
-        if results is not item.writes:
-            repeated.add(index)
-            first_copy |= {
-                storage: first
-                for (storage, _), (first, _) in zip(item.writes, results, strict=True)
-            }
-    return repeated, first_copy

@@ -23,10 +23,10 @@ from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action, order_of, refusal
 from torchtitan_like.distributed.stages import SCHEDULES
 from torchtitan_like.plan.clusters import Cluster
+from torchtitan_like.plan.dry_memory import memory_of_all
 from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, options_of, ranks_of_stages
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, with_settings
-from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
@@ -177,8 +177,8 @@ def measure(
     """
     values = {
         "gib": max(
-            needed_gib(memory_of(run, device_type=gpu.device_type), gpu) + _buffers_gib(run, layout)
-            for run in runs
+            needed_gib(memory, gpu) + _buffers_gib(run, layout)
+            for run, memory in zip(runs, memory_of_all(runs, config, gpu), strict=True)
         ),
         "message": max(message_seconds(run.recording, gpu, cluster) for run in runs),
     }

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torchtitan_like.plan.allocator import replay
 from torchtitan_like.plan.dry_run import DryRun
+from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.record import Alloc, Category, Recording
 
 
@@ -95,9 +96,14 @@ class RankMemory:
         return self.reserved - sum(self.by_category.values())
 
 
-def memory_of(run: DryRun, *, is_expandable: bool = True, device_type: str = "cuda") -> RankMemory:
-    """Add up the memory of a dry run. device_type: a CPU reserves what is alive."""
-    recording = run.recording
+def memory_of(
+    run: DryRun, *, is_expandable: bool = True, device_type: str = "cuda", fuses: bool = False
+) -> RankMemory:
+    """Add up the memory of a dry run.
+
+    device_type: a CPU reserves what is alive. fuses: with compiled blocks (`fused_memory`).
+    """
+    recording = fused_memory(run.recording) if fuses else run.recording
     peak, host = find_peak(recording), find_peak(recording, is_host=True)
     assert peak is not None  # a model has parameters
     if device_type == "cuda":

@@ -135,11 +135,11 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
 
 def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Cluster) -> list[Played]:
     """Return the last step of each run, as if its peers never let it wait."""
-    compiles = config.compile.enable and "model" in config.compile.components
+    fuses = config.compile.compiles_model
     hidden = cluster.async_tp_hidden if config.parallelism.enable_async_tensor_parallel else 0.0
     plays = []
     for run in runs:
-        seconds = durations(run.recording, gpu, cluster, fuses=compiles)
+        seconds = durations(run.recording, gpu, cluster, fuses=fuses)
         if hidden:
             seconds = [
                 value * (1 - hidden) if _is_tensor_parallel(item) else value

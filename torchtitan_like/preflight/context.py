@@ -134,7 +134,7 @@ class RunContext:
 
     @property
     def compiles_model(self) -> bool:
-        return self.config.compile.enable and "model" in self.config.compile.components
+        return self.config.compile.compiles_model
 
     @property
     def offloads_activations(self) -> bool:

@@ -58,7 +58,9 @@ def sizes(flavor: str = "8B") -> Sizes:
     return sizes_of(spec, resolve_args(spec, flavor, {}), 8192)
 
 
-def saved_bytes(tp: int, name: str = "llama3", args: dict[str, int] = SIZES) -> float:
+def saved_bytes(
+    tp: int, name: str = "llama3", args: dict[str, int] = SIZES, *, compiles: bool = False
+) -> float:
     """Return the bytes per token that one bfloat16 block saves for backward.
 
     Weights and rotary tables do not count.
@@ -82,6 +84,8 @@ def saved_bytes(tp: int, name: str = "llama3", args: dict[str, int] = SIZES) -> 
 
     x = torch.randn(1, SEQ // tp, SIZES["dim"], dtype=torch.bfloat16, requires_grad=True)
     (block,) = model.layers.values()
+    if compiles:
+        block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         block(x)
     return sum(tensor.untyped_storage().nbytes() for tensor in saved.values()) / SEQ
@@ -94,6 +98,8 @@ def test_bytes_per_token_equal_a_real_block(tp: int) -> None:
     # The sizes are derived from the number of parameters, which counts the weights of two norms.
     tiny = replace(tiny, ffn_dim=resolve_args(spec, "debugmodel", SIZES).ffn_dim)
     assert run_ranks(saved_bytes, tp, tp) == [bytes_per_token(tiny, tp)] * tp
+    if tp == 1:
+        assert saved_bytes(1, compiles=True) == bytes_per_token(tiny, fuses=True)
 
 
 @pytest.mark.parametrize("flavor", ["8B", "70B", "405B"])

@@ -10,16 +10,13 @@ from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.durations import (
     LINK_SHARE,
     NETWORK_SHARE,
-    durations,
     fill_share,
-    find_repeated,
-    fused_bytes,
     item_seconds,
     mfu_peak,
     traffic,
 )
 from torchtitan_like.plan.gpus import Gpu
-from torchtitan_like.plan.record import Alloc, Free, Group, Recording, WorkItem
+from torchtitan_like.plan.record import Group, WorkItem
 
 GPU = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0, "float8": 200.0})
 LAUNCH = GPU.launch_us * 1e-6
@@ -190,88 +187,6 @@ def test_a_small_all_reduce_takes_a_tree_and_one_rank_takes_no_time() -> None:
     small = item_seconds(collective("allreduce", 512, 1, num_bytes=4), GPU, CLUSTER)
     assert small == pytest.approx((4.4 + 2 * (7 * 0.52 + 6 * 5.0)) * 1e-6, rel=1e-3)
     assert item_seconds(collective("allreduce", 1, 0), GPU, CLUSTER) == 0
-
-
-def chain() -> Recording:
-    """A matrix product, three kernels in a row, and a matrix product that reads the last result."""
-    recording = Recording()
-    for identity in (1, 2, 3, 4):
-        recording.events.append(
-            Alloc(
-                identity, 100, 0, "activations", "mul", "layers.0", "forward", False, identity - 1
-            )
-        )
-
-    def step(op: str, read: int, write: int) -> WorkItem:
-        if op == "mm":
-            return matmul(128, 256, 128)._replace(reads=((read, 100),), writes=((write, 100),))
-        return WorkItem(
-            "memory",
-            op,
-            0,
-            "layers.0",
-            "forward",
-            num_bytes=200,
-            reads=((read, 100),),
-            writes=((write, 100),),
-        )
-
-    recording.work = [
-        step("mm", 0, 1),
-        step("silu", 1, 2),
-        step("mul", 2, 3),
-        step("mul", 3, 4),
-        step("mm", 4, 5),
-    ]
-    recording.events += [Free(2, 3), Free(3, 4), Free(4, 5)]
-    return recording
-
-
-def test_fused_kernels_read_the_first_input_and_write_the_last_result() -> None:
-    assert fused_bytes(chain()) == {1: 0, 2: 0, 3: 200}
-
-
-def test_what_lives_longer_is_written_and_outside_of_blocks_nothing_is_fused() -> None:
-    recording = chain()
-    recording.events.remove(Free(2, 3))  # backward needs it
-    assert fused_bytes(recording)[3] == 300
-    recording.work = [item._replace(module="output") for item in recording.work]
-    assert fused_bytes(recording) == {}
-
-
-def test_a_reduction_to_a_few_numbers_ends_a_kernel() -> None:
-    recording = chain()
-    recording.work[2] = recording.work[2]._replace(op="max", writes=((3, 4),))
-    # The first kernel reads 100 bytes; its tensor is not needed later. 4 bytes are read and freed.
-    recording.work[3] = recording.work[3]._replace(reads=((1, 100), (3, 4)))
-    assert fused_bytes(recording) == {1: 0, 2: 104, 3: 204}
-
-
-def test_a_block_computes_an_expression_once() -> None:
-    recording = chain()
-    recording.events.append(
-        Alloc(5, 100, 0, "activations", "silu", "layers.0", "forward", False, 3)
-    )
-    # The last kernel computes silu of tensor 1 again.
-    again = recording.work[1]._replace(writes=((5, 100),))
-    recording.work[3] = again
-    recording.work[4] = recording.work[4]._replace(reads=((5, 100),))
-    recording.events += [Free(3, 3), Free(5, 5)]
-    recording.events.remove(Free(3, 4))
-    assert find_repeated(recording) == ({3}, {5: 2})
-    # Tensor 2 is needed by the matrix product at the end, tensor 3 by nobody.
-    assert fused_bytes(recording) == {1: 0, 2: 200, 3: 0}
-    recording.work[2] = recording.work[2]._replace(op="mul_", reads=((1, 100),), writes=((1, 100),))
-    assert find_repeated(recording) == (set(), {})  # tensor 1 is another one by then
-    recording.work[2] = recording.work[2]._replace(module="layers.1.norm")
-    recording.work[3] = again._replace(module="layers.1.norm")
-    assert find_repeated(recording) == (set(), {})
-
-
-def test_fusion_saves_launches() -> None:
-    eager = sum(durations(chain(), GPU, CLUSTER))
-    fused = sum(durations(chain(), GPU, CLUSTER, fuses=True))
-    assert eager - fused == pytest.approx(2 * LAUNCH + 400 / 0.5e12)
 
 
 def test_efficiencies_scale_what_they_are_for() -> None:

@@ -12,7 +12,7 @@ from benchmarks import plan_published, torchtitan_of_its_time
 from benchmarks.deepened import NUM_RECORDED, deepen
 from torchtitan_like.plan.allocator import Reserved, replay
 from torchtitan_like.plan.dry_run import record_ranks
-from torchtitan_like.plan.record import Alloc, Free, Mark, Recording, WorkItem
+from torchtitan_like.plan.record import Alloc, Mark, Recording
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.units import MIB
 
@@ -76,28 +76,6 @@ def test_each_row_has_one_loss_and_one_way_to_group_weights(row: dict[str, str])
 
 def _alloc(identity: int, at: int, module: str = "layers.0") -> Alloc:
     return Alloc(identity, 2 * MIB, 0, "activations", "mul", module, "forward", False, at)
-
-
-def test_only_what_one_compiled_kernel_makes_and_uses_is_dropped() -> None:
-    recording = Recording()
-    recording.work = [
-        WorkItem(kind, kind, 0, "layers.0", "forward")
-        for kind in ("memory", "memory", "matmul", "memory")
-    ]
-    recording.events = [
-        _alloc(1, 0),  # used by the next kernel
-        _alloc(2, 1),  # used by the matrix product
-        Free(1, 2),
-        _alloc(3, 2),  # made by the matrix product
-        Free(2, 3),
-        _alloc(4, 3, "output"),  # not in a block
-        Free(4, 4),
-        Free(3, 4),
-    ]
-    recording.marks = [Mark("step 1", 8, 4)]
-    result = torchtitan_of_its_time.fused(recording)
-    assert [event.id for event in result.events] == [2, 3, 2, 4, 4, 3]
-    assert result.marks == [Mark("step 1", 6, 0)]
 
 
 def test_states_are_made_after_the_first_step() -> None:
