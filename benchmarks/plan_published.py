@@ -11,8 +11,8 @@ With `--split holdout`, `table` and `memory` compare held-out rows instead of th
 
 Rows are the facts of tests/assets/published_runs.csv, with their sources. A row is compared if a
 TOML of this package expresses its settings. Times are extended from two depths, and from two
-numbers of micro-batches: both are linear. Memory is that of TorchTitan's code of a row's month; see
-`torchtitan_of_its_time`.
+numbers of micro-batches: both are linear. Memory is that of TorchTitan's code of a row's month, and
+NeMo's rows are timed as NeMo runs: see `torchtitan_of_its_time` and `nemo_of_its_time`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import NamedTuple
 
 from benchmarks.deepened import NUM_RECORDED, deepen
+from benchmarks.nemo_of_its_time import as_nemo
 from benchmarks.torchtitan_of_its_time import (
     SETTINGS,
     code_of,
@@ -43,7 +46,7 @@ from torchtitan_like.distributed.schedule_view import Action, order_of
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.allocator import Reserved, replay
-from torchtitan_like.plan.clusters import Cluster, load_cluster
+from torchtitan_like.plan.clusters import Cluster, load_cluster, typical_cluster
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.fusion import fused_memory
@@ -235,10 +238,8 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
     """
     # Dry runs are the same with and without these.
     plain = row | {"compile": "0", "async_tp": "0", "framework": "torchtitan"}
-    key = hashlib.sha256(f"{world_size(row)} {settings_of(plain, shape)[2:]}".encode()).hexdigest()[
-        :16
-    ]
-    path = cache / f"{key}.pickle"
+    described = f"{world_size(row)} {settings_of(plain, shape)[2:]}"
+    path = cache / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pickle"
     if not path.exists():
         if not may_run:
             raise KeyError("not recorded: run the command `record`")
@@ -251,8 +252,10 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
         partial = path.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(runs))
         os.replace(partial, path)
-    runs = pickle.loads(path.read_bytes())
-    return list(runs)
+    runs: list[DryRun] = pickle.loads(path.read_bytes())
+    if row["framework"] != "torchtitan":
+        runs = [replace(run, recording=as_nemo(run.recording)) for run in runs]
+    return runs
 
 
 # ---- clusters
@@ -425,24 +428,48 @@ def select(rows: Sequence[Row], split: str, only: str) -> Iterator[Row]:
             yield row
 
 
-def print_table(rows: Sequence[Row], cache: Path, *, calibrated: bool) -> None:
-    """Print predicted and published tokens/s of one GPU, and the errors' quantiles."""
+def cluster_for(row: Row, which: str) -> Cluster:
+    """Return the cluster with which a row is predicted.
+
+    which: "own"; "typical", as `titan plan` without --cluster; "others", the same without the row's
+    own cluster, from those with other GPUs if none is left.
+    """
+    own, gpu = cluster_of(row)
+    if which == "own":
+        return load_cluster(own)
+    if which == "typical":
+        return typical_cluster(gpu)
+    fitted = [load_cluster(name) for name in FITS if name != own]
+    others = [cluster for cluster in fitted if cluster.gpu == gpu] or fitted
+    return replace(
+        load_cluster("default"),
+        key="others",
+        matmul_efficiency=geometric_mean(cluster.matmul_efficiency for cluster in others),
+        memory_efficiency=geometric_mean(cluster.memory_efficiency for cluster in others),
+    )
+
+
+def print_table(rows: Sequence[Row], cache: Path, which: str) -> None:
+    """Print predicted and published tokens/s of one GPU, and the errors' quantiles.
+
+    which: see `cluster_for`.
+    """
     fitted = {identity for fit in FITS.values() for identity in fit.rows}
     errors: dict[str, list[float]] = {"": [], " (fitted)": [], " (known)": []}
     print("| row | cluster | predicted | published | error |\n|---|---|---|---|---|")
     for row in rows:
-        name = cluster_of(row)[0] if calibrated else "default"
+        cluster = cluster_for(row, which)
         try:
-            seconds = seconds_of(row, load_cluster(name), cache)
+            seconds = seconds_of(row, cluster, cache)
         except (ConfigError, RuntimeError, KeyError) as error:
-            print(f"| {row['id']} | {name} | | | {str(error).splitlines()[0][:90]} |")
+            print(f"| {row['id']} | {cluster.key} | | | {str(error).splitlines()[0][:90]} |")
             continue
         error = published_seconds(row) / seconds - 1
         predicted = float(row["tps_per_gpu"]) * (1 + error)
         mark = " (known)" if row["id"] in KNOWN else ""
-        mark = " (fitted)" if row["id"] in fitted and calibrated else mark
+        mark = " (fitted)" if row["id"] in fitted and which == "own" else mark
         print(
-            f"| {row['id']}{mark} | {name} | {predicted:,.0f} | {float(row['tps_per_gpu']):,.0f} "
+            f"| {row['id']}{mark} | {cluster.key} | {predicted:,.0f} | {float(row['tps_per_gpu']):,.0f} "
             f"| {100 * error:+.1f} % |",
             flush=True,
         )
@@ -594,7 +621,12 @@ def main() -> None:
     parser.add_argument("command", choices=("record", "fit", "table", "scope", "memory", "rank"))
     parser.add_argument("--split", choices=("fit", "holdout"), default="fit")
     parser.add_argument("--rows", default="", help="ids, separated by commas")
-    parser.add_argument("--uncalibrated", action="store_true")
+    parser.add_argument(
+        "--cluster",
+        choices=("own", "typical", "others"),
+        default="own",
+        help="of `table`: the row's own; as without --cluster of titan plan; or that without its own",
+    )
     parser.add_argument("--cache", type=Path, default=ROOT / "outputs/plan_published")
     arguments = parser.parse_args()
     with ROWS.open() as file:
@@ -623,7 +655,7 @@ def main() -> None:
         both = [row for split in ("fit", "holdout") for row in select(rows, split, arguments.rows)]
         print_rankings(both, arguments.cache)
     else:
-        print_table(chosen, arguments.cache, calibrated=not arguments.uncalibrated)
+        print_table(chosen, arguments.cache, arguments.cluster)
 
 
 if __name__ == "__main__":
