@@ -247,10 +247,10 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
         num_ranks = world_size(row)
         ranks = ranks_of_stages(dims_of(config, num_ranks))
         start = time.monotonic()
-        runs = list(record_ranks(config, num_ranks, ranks, num_steps=1).values())
+        by_rank = record_ranks(config, num_ranks, ranks, num_steps=1)
         print(f"{row['id']} {shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps(runs))
+        partial.write_bytes(pickle.dumps([by_rank[rank] for rank in ranks]))
         os.replace(partial, path)
     runs: list[DryRun] = pickle.loads(path.read_bytes())
     if row["framework"] != "torchtitan":
