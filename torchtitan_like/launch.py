@@ -180,13 +180,10 @@ def dry_run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     """Log the memory that the configuration needs, on rank 0. Nothing is trained."""
     if launched.rank != 0:
         return ExitCode.DONE
-    from torchtitan_like.plan.dry_memory import assumptions, plan_memory, unsupported
+    from torchtitan_like.plan.dry_memory import assumptions, plan_memory
     from torchtitan_like.plan.gpus import DEFAULT_GPU, load_gpu
     from torchtitan_like.plan.memory_report import lines
 
-    if problem := unsupported(config):
-        logger.error(problem)
-        return leave_exit(config.job.dump_folder, ExitCode.BAD_CONFIG, None, WriteFailures())
     gpu = load_gpu(DEFAULT_GPU)
     memories = plan_memory(config, launched.world_size, gpu)
     for line in lines(memories, gpu, assumptions(config)):

@@ -171,6 +171,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "optimizer in backward": (2, {"optimizer.early_step_in_backward": True}),
     "simple_fsdp": (2, {"parallelism.data_parallel_impl": "simple_fsdp"}),
     "chunked loss": (1, {"loss.chunk_mib": 1}),
+    "offloaded activations": (2, {AC: "offload"}),
     "averaged weights": (2, {"ema.enable": True}),
     "averaged weights in bfloat16": (1, {"ema.enable": True, "training.dtype": "bfloat16"}),
     "experts, fsdp": (2, EXPERTS),

@@ -121,14 +121,11 @@ def _print_plan(
     config: Any, arguments: argparse.Namespace, gpu: Any, cluster: Any, stages: list[int] | None
 ) -> int:
     from torchtitan_like.plan import memory_report, time_report
-    from torchtitan_like.plan.dry_memory import assumptions, dry_runs, memory_of_all, unsupported
+    from torchtitan_like.plan.dry_memory import assumptions, dry_runs, memory_of_all
     from torchtitan_like.plan.plan_file import plan_of
     from torchtitan_like.plan.timeline import step_time
     from torchtitan_like.util.plan_file import write_plan
 
-    if problem := unsupported(config):
-        show_error(problem)
-        return os.EX_CONFIG
     runs = dry_runs(config, arguments.world_size, gpu, stages)
     memories = memory_of_all(runs, config, gpu)
     notes = assumptions(config)

@@ -135,14 +135,11 @@ def _search(
     arguments: argparse.Namespace, config: Any, gpu: Any, cluster: Any, settings: list[str]
 ) -> int:
     from torchtitan_like.plan import search_report
-    from torchtitan_like.plan.dry_memory import assumptions, unsupported
+    from torchtitan_like.plan.dry_memory import assumptions
     from torchtitan_like.plan.search import global_batch_of, search, space_of
     from torchtitan_like.plan.time_report import caveats
     from torchtitan_like.util.files import write_atomically
 
-    if problem := unsupported(config):
-        show_error(problem)
-        return os.EX_CONFIG
     output: Path | None = arguments.output
     base = Path(config.job.config_file)
     if output is not None and output.resolve() == base.resolve():

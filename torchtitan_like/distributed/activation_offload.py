@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torchtitan_like.util.host_memory import available_bytes
 from torchtitan_like.util.units import GIB
 
 SMALLEST = 1024  # bytes; smaller storages stay on the device
-_PLAIN = (Tensor, nn.Parameter)
 
 
 class ActivationOffload:
@@ -53,14 +53,15 @@ class ActivationOffload:
             copies: dict[tuple[int, int], tuple[_HostCopy, torch.UntypedStorage]] = {}
 
             def pack(tensor: Tensor) -> Tensor | _Saved:
-                if type(tensor) not in _PLAIN or tensor.layout != torch.strided:
+                if is_traceable_wrapper_subclass(tensor) or tensor.layout != torch.strided:
                     return tensor
                 storage = tensor.untyped_storage()
-                if storage.data_ptr() in resident or storage.nbytes() < SMALLEST:
+                is_whole = storage.nbytes() % tensor.element_size() == 0
+                if storage._cdata in resident or storage.nbytes() < SMALLEST or not is_whole:
                     return tensor
-                key = (storage.data_ptr(), tensor._version)
+                key = (storage._cdata, tensor._version)
                 if key not in copies:
-                    copies[key] = (_HostCopy(storage, self), storage)
+                    copies[key] = (_HostCopy(tensor, self), storage)
                 copy = copies[key][0]
                 copy.num_unread += 1
                 return _Saved(
@@ -90,31 +91,31 @@ class ActivationOffload:
 
 
 class _HostCopy:
-    """The bytes of one storage in host memory."""
+    """The bytes of a tensor's storage in host memory."""
 
-    def __init__(self, storage: torch.UntypedStorage, offload: ActivationOffload) -> None:
+    def __init__(self, tensor: Tensor, offload: ActivationOffload) -> None:
         self.num_unread = 0  # saved tensors of this storage that backward has not read yet
-        self._device = storage.device
+        self._device = tensor.device
         self._restored: Tensor | None = None
         self._offload = offload
-        is_pinned = storage.device.type == "cuda"
+        source = _bytes_of_storage(tensor)
+        is_pinned = tensor.device.type != "cpu"
         # The allocator of pinned memory rounds up to a power of two.
-        self._num_bytes = (
-            1 << (storage.nbytes() - 1).bit_length() if is_pinned else storage.nbytes()
-        )
+        self._num_bytes = 1 << (len(source) - 1).bit_length() if is_pinned else len(source)
         offload.add(self._num_bytes)
-        self._host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=is_pinned)
-        self._host.copy_(_as_bytes(storage), non_blocking=True)
+        host = torch.empty(self._num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self._host = host[: len(source)]
+        self._host.copy_(source, non_blocking=True)
 
-    def read(self) -> torch.UntypedStorage:
-        """Return the storage on its device; all saved tensors that share it get the same one."""
+    def read(self) -> Tensor:
+        """Return the bytes on their device; all saved tensors that share them get the same ones."""
         restored = self._restored
         if restored is None:
             restored = torch.empty_like(self._host, device=self._device)
             restored.copy_(self._host, non_blocking=True)
         self.num_unread -= 1  # below zero if backward reads a second time
         self._restored = restored if self.num_unread > 0 else None
-        return restored.untyped_storage()
+        return restored
 
     def __del__(self) -> None:
         self._offload.num_bytes -= self._num_bytes
@@ -134,16 +135,21 @@ class _Saved(NamedTuple):
 def _unpack(saved: Tensor | _Saved) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    storage = saved.copy.read()
-    tensor = torch.empty(0, dtype=saved.dtype, device=storage.device)
-    return tensor.set_(storage, saved.offset, saved.size, saved.stride)
+    elements = saved.copy.read().view(saved.dtype)
+    return elements.as_strided(saved.size, saved.stride, saved.offset)
 
 
-def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+def _bytes_of_storage(tensor: Tensor) -> Tensor:
+    """Return the whole storage of a tensor, uint8 (bytes,)."""
+    num_elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((num_elements,), (1,), 0).view(torch.uint8)
 
 
 def _storages(tensors: Iterable[Tensor]) -> set[int]:
     """Return the addresses of storages that stay on the device: weights and buffers."""
     local = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
-    return {tensor.untyped_storage().data_ptr() for tensor in local if type(tensor) in _PLAIN}
+    return {
+        tensor.untyped_storage()._cdata
+        for tensor in local
+        if not is_traceable_wrapper_subclass(tensor)
+    }

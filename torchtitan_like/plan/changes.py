@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from torchtitan_like.config import ConfigError, JobConfig
-from torchtitan_like.plan.dry_memory import plan_memory, unsupported
+from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.memory_report import fits, needed_gib, verdict
@@ -122,8 +122,6 @@ def check_fit(
     argv: Sequence[str], config: JobConfig, world_size: int, gpu: Gpu
 ) -> tuple[bool, list[str]]:
     """Return whether the configuration fits, and lines that say so or name changes."""
-    if problem := unsupported(config):
-        return False, [problem]
     memories = plan_memory(config, world_size, gpu)
     if fits(memories, gpu):
         return True, [verdict(memories, gpu)]

@@ -46,17 +46,6 @@ def dry_runs(
     return [runs[rank] for rank in chosen]
 
 
-def unsupported(config: JobConfig) -> str:
-    """Return why this configuration cannot be dry-run; "" if it can."""
-    if config.activation_checkpoint.mode == "offload":
-        return (
-            'activation_checkpoint.mode = "offload": a dry run does not model activations in host '
-            'memory. Expected another mode: plan it with "full". A run logs its host memory after '
-            "the first step"
-        )
-    return ""
-
-
 def assumptions(config: JobConfig) -> list[str]:
     """Return what a dry run of this configuration assumes or leaves out."""
     notes = []

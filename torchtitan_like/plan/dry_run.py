@@ -139,6 +139,8 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             with_tokens=num_sources > 0,
             settings=config.extra_sections,
         )
+    if model.offload is not None:
+        model.offload.checks_memory = False  # of the host of the run, not of this one
     for part in model.parts:
         for buffer in part.buffers():
             recorder.assign(buffer, "other")

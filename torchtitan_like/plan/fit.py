@@ -14,7 +14,7 @@ import torch
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.plan.clusters import Cluster, cluster_text, upper_bound
-from torchtitan_like.plan.dry_memory import dry_runs, unsupported
+from torchtitan_like.plan.dry_memory import dry_runs
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.timeline import step_time
@@ -145,8 +145,6 @@ def read_measured(path: Path, gpu: Gpu) -> MeasuredRun:
         training=False,
         device_type=gpu.device_type,
     )
-    if problem := unsupported(config):
-        raise ValueError(f"{path}: {problem}")
     return MeasuredRun(path, seconds, config, dry_runs(config, attempt.num_ranks, gpu))
 
 

@@ -1,26 +1,27 @@
-"""Configurations that a dry run cannot model are refused with a reason."""
+"""A dry run of a GPU also adds up what the host holds."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from torchtitan_like.plan.dry_memory import unsupported
+from torchtitan_like.plan.dry_memory import plan_memory
+from torchtitan_like.plan.gpus import load_gpu
+from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.preflight import load_checked
 
-CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
+CONFIG = Path(__file__).resolve().parents[3] / "train_configs/debug_model.toml"
 
 
-@pytest.mark.parametrize(
-    ("name", "setting", "start"),
-    [
-        ("debug_model", "--activation_checkpoint.mode=full", ""),
-        ("debug_model", "--activation_checkpoint.mode=offload", "activation_checkpoint.mode"),
-        ("qwen3_moe_debug", "--parallelism.expert_parallel_degree=2", ""),
-    ],
-)
-def test_unsupported_settings_are_named(name: str, setting: str, start: str) -> None:
-    argv = ["--job.config_file", str(CONFIGS / f"{name}.toml"), setting]
-    config, _ = load_checked(argv, 2, training=False)
-    assert unsupported(config)[: len(start) or None] == start
+def planned(mode: str) -> RankMemory:
+    argv = ["--job.config_file", str(CONFIG), f"--activation_checkpoint.mode={mode}"]
+    config, _ = load_checked([*argv, "--loss.chunk_mib=8"], 1, training=False, device_type="cuda")
+    (memory,) = plan_memory(config, 1, load_gpu("h100-80g"))
+    return memory
+
+
+def test_offloaded_activations_are_in_host_memory() -> None:
+    kept, offloaded = planned("none"), planned("offload")
+    saved = kept.by_category["activations"]
+    assert offloaded.by_category.get("activations", 0) < saved / 20
+    # The allocator of pinned memory rounds each up to a power of two.
+    assert saved < offloaded.host - kept.host < 2 * saved
