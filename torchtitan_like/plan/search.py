@@ -29,11 +29,13 @@ if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
     from torchtitan_like.plan.extend import Estimate
 
-NUM_DRY_RUN = 12  # layouts that are dry-run at two depths
+NUM_DRY_RUN = 12  # layouts of a round that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth
 MAX_FULL = 6  # of them, if some do not fit
 PER_GROUP = 2  # of those with the same degrees, which differ little
-MEMORY_MARGIN = 1.25  # of the closed form, which is too high for some layouts
+# Of the memory by the closed form, in each round: it is too high for some layouts, and too low for
+# others. A later round takes place if fewer than NUM_FULL layouts of those before fit.
+MEMORY_MARGINS = (1.25, 1.0, 0.8, 0.6)
 
 # Called with a phase, what is done, the total, and seconds since the phase began.
 Progress = Callable[[str, int, int, float], None]
@@ -145,7 +147,7 @@ def screen(
             closed_form.memory_gib(layout, sizes, space),
             closed_form.seconds(layout, sizes, space, gpu, network),
         )
-        if screened.gib > limit_gib * MEMORY_MARGIN:
+        if screened.gib > limit_gib * MEMORY_MARGINS[0]:
             found.num_too_large += 1
             if found.smallest is None or screened.gib < found.smallest.gib:
                 found.smallest = screened
@@ -190,12 +192,17 @@ def search(
     limit = gpu.memory_gib * max_memory
     network = network_of(gpu, cluster.gpus_per_node, cluster.inter_node_gb_s)
     found, legal = screen(space, gpu, network, limit)
-    chosen = shortlist(legal, NUM_DRY_RUN)
-    dry_run = set(chosen)
-    rest = [screened for screened in legal if screened.layout not in dry_run]
+    estimates: dict[Layout, Estimate] = {}
+    rest = legal
+    for margin in MEMORY_MARGINS:
+        small = [screened for screened in rest if screened.gib <= limit * margin]
+        chosen = shortlist(small, NUM_DRY_RUN)
+        rest = [screened for screened in rest if screened.layout not in chosen]
+        estimates |= _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
+        if sum(each.gib <= limit for each in estimates.values()) >= NUM_FULL:
+            break
     found.num_slower = len(rest)
     found.slower = rest[0] if rest else None
-    estimates = _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
     waiting = sorted(
         (layout for layout, each in estimates.items() if each.gib <= limit),
         key=lambda layout: estimates[layout].seconds,
@@ -229,6 +236,8 @@ def _dry_run(
     from torchtitan_like.plan.extend import Depth, all_jobs, estimate
 
     jobs = list(all_jobs(layouts, space, gpu, is_full=is_full))
+    if not jobs:
+        return {}
     phase = "full depth" if is_full else "a few layers"
     started = time.monotonic()
     runs: dict[Layout, dict[Depth, list[DryRun]]] = {}

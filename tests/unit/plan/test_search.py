@@ -19,6 +19,7 @@ from torchtitan_like.plan.extend import Estimate
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.layouts import Layout, apply
 from torchtitan_like.plan.search import (
+    MEMORY_MARGINS,
     NUM_DRY_RUN,
     NUM_FULL,
     PER_GROUP,
@@ -121,9 +122,27 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found, calls = search_with(
         monkeypatch, lambda layout, is_full: Estimate(500.0, 1.0, 0.0, 0.0, is_full)
     )
-    assert not found.ranked and len(found.rejected) == NUM_DRY_RUN and len(calls) == 1
+    assert not found.ranked and len(calls) == len(MEMORY_MARGINS)
+    assert len(found.rejected) == sum(len(layouts) for _, layouts in calls)
     text = "\n".join(lines(found, REQUEST))
     assert "Nothing fits into 92 % of 79.1 GiB: the smallest takes 500.0 GiB" in text
+
+
+def test_smaller_layouts_follow_if_too_few_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_formula = {each.layout: each.gib for each in screened()[1]}
+    small = sorted(by_formula.values())[len(by_formula) // 8]
+    monkeypatch.setattr(searching, "MEMORY_MARGINS", (1.25, small / LIMIT))
+
+    def only_small_ones_fit(layout: Layout, is_full: bool) -> Estimate:
+        gib = 10.0 if by_formula[layout] <= small else LIMIT + 1
+        return replace(by_tp(layout, is_full), gib=gib)
+
+    first = shortlist(screened()[1], NUM_DRY_RUN)
+    assert sum(by_formula[layout] <= small for layout in first) < NUM_FULL
+    found, calls = search_with(monkeypatch, only_small_ones_fit)
+    assert calls[0][1] == first and not set(first) & set(calls[1][1])
+    assert all(by_formula[layout] <= small for layout in calls[1][1])
+    assert sum(estimate.is_full for _, estimate in found.ranked) == NUM_FULL
 
 
 def test_a_failed_dry_run_is_named_and_the_search_continues(
