@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
@@ -285,7 +286,7 @@ def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun | RuntimeErro
             while waiting and len(running) < num_cores():
                 index, job = waiting.pop(0)
                 receiving, sending = context.Pipe(duplex=False)
-                child = context.Process(target=_send_recording, args=(sending, job))
+                child = context.Process(target=_send_recording, args=(receiving, sending, job))
                 child.start()
                 sending.close()
                 running[receiving] = index, child
@@ -319,12 +320,16 @@ def _import_before_fork() -> None:
     gc.freeze()
 
 
-def _send_recording(sending: Connection, job: Job) -> None:
+def _send_recording(receiving: Connection, sending: Connection, job: Job) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # end at once, without a traceback
+    receiving.close()  # the copy of this process, so that sending fails if the parent was killed
+    outcome: DryRun | str
     try:
-        sending.send(record_rank(job.config, job.world_size, job.rank, **job.options))
+        outcome = record_rank(job.config, job.world_size, job.rank, **job.options)
     except Exception:
-        sending.send(traceback.format_exc())
+        outcome = traceback.format_exc()
+    with suppress(BrokenPipeError):
+        sending.send(outcome)
 
 
 def _receive(rank: int, child: Any, receiving: Connection) -> DryRun | RuntimeError:
