@@ -29,13 +29,14 @@ if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
     from torchtitan_like.plan.extend import Estimate
 
-NUM_DRY_RUN = 12  # layouts of a round that are dry-run at two depths
+NUM_DRY_RUN = 6  # layouts of a round that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth
 MAX_FULL = 6  # of them, if some do not fit
 PER_GROUP = 2  # of those with the same degrees, which differ little
-# Of the memory by the closed form, in each round: it is too high for some layouts, and too low for
-# others. A later round takes place if fewer than NUM_FULL layouts of those before fit.
-MEMORY_MARGINS = (1.25, 1.0, 0.8, 0.6)
+# In each round, the largest memory by the closed form, as a share of the limit. The closed form is too
+# high for some layouts, and too low for others. A third and fourth round take place if fewer than
+# NUM_FULL layouts fit.
+MEMORY_MARGINS = (1.0, 1.25, 0.8, 0.6)
 
 # Called with a phase, what is done, the total, and seconds since the phase began.
 Progress = Callable[[str, int, int, float], None]
@@ -147,7 +148,7 @@ def screen(
             closed_form.memory_gib(layout, sizes, space),
             closed_form.seconds(layout, sizes, space, gpu, network),
         )
-        if screened.gib > limit_gib * MEMORY_MARGINS[0]:
+        if screened.gib > limit_gib * max(MEMORY_MARGINS):
             found.num_too_large += 1
             if found.smallest is None or screened.gib < found.smallest.gib:
                 found.smallest = screened
@@ -163,19 +164,27 @@ def rank(screened: Screened) -> tuple[float, int, float, float]:
     return float(f"{screened.seconds:.2g}"), layout.num_kinds, screened.seconds, screened.gib
 
 
-def shortlist(legal: Sequence[Screened], number: int) -> list[Layout]:
-    """Return the first layouts, at most `PER_GROUP` of those with the same degrees."""
-    counts: Counter[object] = Counter()
+def shortlist(
+    legal: Sequence[Screened], number: int, before: Sequence[Layout] = ()
+) -> list[Layout]:
+    """Return the first layouts, at most `PER_GROUP` of those with the same degrees.
+
+    before: layouts that are chosen already, and count.
+    """
+    counts = Counter(map(_degrees, before))
     chosen: list[Layout] = []
     for screened in legal:
-        layout = screened.layout
-        group = layout.pp, layout.cp, layout.tp, layout.ep, layout.expert_tp
+        group = _degrees(screened.layout)
         counts[group] += 1
         if counts[group] <= PER_GROUP:
-            chosen.append(layout)
+            chosen.append(screened.layout)
         if len(chosen) == number:
             break
     return chosen
+
+
+def _degrees(layout: Layout) -> tuple[int, ...]:
+    return layout.pp, layout.cp, layout.tp, layout.ep, layout.expert_tp
 
 
 # ---- dry runs
@@ -194,13 +203,14 @@ def search(
     found, legal = screen(space, gpu, network, limit)
     estimates: dict[Layout, Estimate] = {}
     rest = legal
-    for margin in MEMORY_MARGINS:
+    for number, margin in enumerate(MEMORY_MARGINS):
+        if number > 1 and sum(each.gib <= limit for each in estimates.values()) >= NUM_FULL:
+            break
         small = [screened for screened in rest if screened.gib <= limit * margin]
-        chosen = shortlist(small, NUM_DRY_RUN)
+        # A later round looks for other recomputation with the same degrees.
+        chosen = shortlist(small, NUM_DRY_RUN, list(estimates) if number == 1 else ())
         rest = [screened for screened in rest if screened.layout not in chosen]
         estimates |= _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
-        if sum(each.gib <= limit for each in estimates.values()) >= NUM_FULL:
-            break
     found.num_slower = len(rest)
     found.slower = rest[0] if rest else None
     waiting = sorted(

@@ -97,6 +97,7 @@ def test_the_fastest_dry_runs_are_the_finalists(monkeypatch: pytest.MonkeyPatch)
     found, calls = search_with(monkeypatch, by_tp)
     assert [(is_full, len(layouts)) for is_full, layouts in calls] == [
         (False, NUM_DRY_RUN),
+        (False, NUM_DRY_RUN),
         (True, NUM_FULL),
     ]
     seconds = [estimate.seconds for _, estimate in found.ranked]
@@ -114,7 +115,7 @@ def test_a_finalist_that_does_not_fit_is_replaced(monkeypatch: pytest.MonkeyPatc
     too_large = [layout for layout, _ in found.rejected]
     assert too_large and all(layout.tp == 4 for layout in too_large)
     assert sum(estimate.is_full for _, estimate in found.ranked) == NUM_FULL
-    assert len(calls) == 3
+    assert len(calls) == 4
     assert any("does not fit: 73.8 GiB of 72.8" in line for line in lines(found, REQUEST))
 
 
@@ -131,17 +132,18 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_smaller_layouts_follow_if_too_few_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     by_formula = {each.layout: each.gib for each in screened()[1]}
     small = sorted(by_formula.values())[len(by_formula) // 8]
-    monkeypatch.setattr(searching, "MEMORY_MARGINS", (1.25, small / LIMIT))
+    monkeypatch.setattr(searching, "MEMORY_MARGINS", (1.0, 1.25, small / LIMIT, 0.0))
 
     def only_small_ones_fit(layout: Layout, is_full: bool) -> Estimate:
         gib = 10.0 if by_formula[layout] <= small else LIMIT + 1
         return replace(by_tp(layout, is_full), gib=gib)
 
-    first = shortlist(screened()[1], NUM_DRY_RUN)
-    assert sum(by_formula[layout] <= small for layout in first) < NUM_FULL
     found, calls = search_with(monkeypatch, only_small_ones_fit)
-    assert calls[0][1] == first and not set(first) & set(calls[1][1])
-    assert all(by_formula[layout] <= small for layout in calls[1][1])
+    assert [is_full for is_full, _ in calls] == [False, False, False, True]
+    assert sum(by_formula[layout] <= small for _, each in calls[:2] for layout in each) < NUM_FULL
+    assert all(by_formula[layout] <= small for layout in calls[2][1])
+    tried = [layout for _, each in calls[:3] for layout in each]
+    assert len(tried) == len(set(tried))
     assert sum(estimate.is_full for _, estimate in found.ranked) == NUM_FULL
 
 
@@ -242,7 +244,7 @@ def test_the_table_and_the_json_have_every_layout(monkeypatch: pytest.MonkeyPatc
     found, _ = search_with(monkeypatch, by_tp)
     text = list(lines(found, REQUEST))
     rows = [line for line in text if "s/step" in line]
-    assert len(rows) == NUM_DRY_RUN and len([line for line in text if "a step: " in line]) == 11
+    assert len(rows) == 2 * NUM_DRY_RUN and len([line for line in text if "a step: " in line]) == 11
     assert rows[0].startswith(f" 1. {found.ranked[0][0].name}") and "~" not in rows[0]
     assert "~  10.0 GiB" in rows[3]
     content = as_json(found, REQUEST)
