@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any
 
-from torchtitan_like.config.layers import parse_toml
 from torchtitan_like.config.toml_text import toml_value
-from torchtitan_like.util.suggestions import nearest
+from torchtitan_like.plan.descriptions import create, names_in, read_description
 
 FOLDER = Path(__file__).parent
 DEFAULT_CLUSTER = "default"
@@ -62,7 +60,7 @@ def upper_bound(field: str) -> float:
 
 def cluster_names() -> list[str]:
     """Return the names that `load_cluster` accepts, next to paths of files."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return names_in(FOLDER)
 
 
 def load_cluster(name: str) -> Cluster:
@@ -70,17 +68,7 @@ def load_cluster(name: str) -> Cluster:
 
     Raises ValueError if there is neither, or if a field is missing, unknown or out of range.
     """
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        names = cluster_names()
-        similar = nearest(name, names)
-        remedy = f"did you mean {similar}?" if similar else "choose one, or write such a file"
-        raise ValueError(
-            f"there is no cluster {name!r}. Expected {', '.join(names)}, or a TOML file: {remedy}"
-        ) from None
-    fields: dict[str, Any] = {"key": path.stem, **parse_toml(text)}
+    path, fields = read_description(name, FOLDER, "cluster")
     for field, (kind, low, high) in _RANGES.items():
         value = fields.get(field, high)
         is_number = isinstance(value, (int, kind)) and not isinstance(value, bool)
@@ -92,14 +80,7 @@ def load_cluster(name: str) -> Cluster:
     fields["fitted_rows"] = tuple(fields.get("fitted_rows", ()))
     if str(fields.get("gpu", "")).endswith(".toml"):
         fields["gpu"] = str(path.parent / fields["gpu"])
-    try:
-        return Cluster(**fields)
-    except TypeError as error:
-        wanted = ", ".join(sorted(Cluster.__dataclass_fields__.keys() - {"key"}))
-        raise ValueError(
-            f"{path} does not describe a cluster: {error}. Expected the fields {wanted}: correct "
-            "the file"
-        ) from None
+    return create(Cluster, fields, path, "cluster")
 
 
 def is_validated(gpu: str) -> bool:

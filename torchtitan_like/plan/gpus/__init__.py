@@ -8,9 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torchtitan_like.config.layers import parse_toml
 from torchtitan_like.config.toml_text import toml_value
-from torchtitan_like.util.suggestions import nearest
+from torchtitan_like.plan.descriptions import create, names_in, read_description
 
 FOLDER = Path(__file__).parent
 DEFAULT_GPU = "h100-80g"
@@ -60,7 +59,7 @@ class Gpu:
 
 def gpu_names() -> list[str]:
     """Return the names that `load_gpu` accepts, next to paths of files."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+    return names_in(FOLDER)
 
 
 def load_gpu(name: str) -> Gpu:
@@ -68,17 +67,7 @@ def load_gpu(name: str) -> Gpu:
 
     Raises ValueError if there is neither, or if a field is missing, unknown or malformed.
     """
-    path = Path(name) if name.endswith(".toml") else FOLDER / f"{name}.toml"
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        names = gpu_names()
-        similar = nearest(name, names)
-        remedy = f"did you mean {similar}?" if similar else "choose one, or write such a file"
-        raise ValueError(
-            f"there is no GPU {name!r}. Expected {', '.join(names)}, or a TOML file: {remedy}"
-        ) from None
-    fields: dict[str, Any] = {"key": path.stem, **parse_toml(text)}
+    path, fields = read_description(name, FOLDER, "GPU")
     if fields.get("device_type", "cuda") not in DEVICE_TYPES:
         raise ValueError(
             f"{path}: device_type = {fields['device_type']!r}. Expected one of "
@@ -87,13 +76,7 @@ def load_gpu(name: str) -> Gpu:
     for name, keys, size in (("attention", tuple(ATTENTION), 3), ("collectives", COLLECTIVES, 2)):
         if name in fields:
             fields[name] = _checked(fields[name], keys, size, f"{path}: [{name}]")
-    try:
-        return Gpu(**fields)
-    except TypeError as error:
-        wanted = ", ".join(sorted(Gpu.__dataclass_fields__.keys() - {"key"}))
-        raise ValueError(
-            f"{path} does not describe a GPU: {error}. Expected the fields {wanted}: correct the file"
-        ) from None
+    return create(Gpu, fields, path, "GPU")
 
 
 def _checked(
