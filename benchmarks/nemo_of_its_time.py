@@ -37,14 +37,14 @@ def as_nemo(recording: Recording) -> Recording:
 
 
 def _without_scales(item: WorkItem) -> WorkItem:
-    """Return an item that reads no few numbers, so that casts of the same tensor are equal."""
+    """Return an item that reads no scales, so that two casts of the same tensor are equal."""
     return item._replace(reads=tuple(read for read in item.reads if read[1] > FEW_BYTES))
 
 
 def _sharding(recording: Recording) -> set[int]:
-    """Return FSDP2's copies, the sums of gradients, and all collectives of a step but one each.
+    """Return FSDP2's copies, the sums of gradients, and what is gathered or scattered again.
 
-    With a pipeline, the recorded collectives are once a step already.
+    With a pipeline, weights are gathered and gradients scattered once a step already.
     """
     has_stages = bool(recording.actions)
     starts = recording.micro_batches
@@ -68,8 +68,8 @@ def _is_of_data_parallel(item: WorkItem) -> bool:
 def _casts(recording: Recording) -> set[int]:
     """Return float8's scales, the casts of weights, and the backward's casts of saved inputs.
 
-    The casts of weights of the first micro-batch stay, without a pipeline: with one, they are a part
-    of its many micro-batches that does not count.
+    Without a pipeline, the first micro-batch keeps its casts of weights. A pipeline has so many
+    micro-batches that these casts do not count.
     """
     second = recording.micro_batches[1] if not recording.actions else 0
     dropped: set[int] = set()

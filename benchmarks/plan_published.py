@@ -30,7 +30,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 from typing import NamedTuple
 
 from benchmarks.deepened import NUM_RECORDED, deepen
@@ -46,7 +45,12 @@ from torchtitan_like.distributed.schedule_view import Action, order_of
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.allocator import Reserved, replay
-from torchtitan_like.plan.clusters import Cluster, load_cluster, typical_cluster
+from torchtitan_like.plan.clusters import (
+    Cluster,
+    load_cluster,
+    typical_cluster,
+    with_mean_shares,
+)
 from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.fusion import fused_memory
@@ -247,10 +251,10 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
         num_ranks = world_size(row)
         ranks = ranks_of_stages(dims_of(config, num_ranks))
         start = time.monotonic()
-        by_rank = record_ranks(config, num_ranks, ranks, num_steps=1)
+        recorded = record_ranks(config, num_ranks, ranks, num_steps=1)
         print(f"{row['id']} {shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         partial = path.with_suffix(".partial")
-        partial.write_bytes(pickle.dumps([by_rank[rank] for rank in ranks]))
+        partial.write_bytes(pickle.dumps(list(recorded.values())))
         os.replace(partial, path)
     runs: list[DryRun] = pickle.loads(path.read_bytes())
     if row["framework"] != "torchtitan":
@@ -440,13 +444,7 @@ def cluster_for(row: Row, which: str) -> Cluster:
     if which == "typical":
         return typical_cluster(gpu)
     fitted = [load_cluster(name) for name in FITS if name != own]
-    others = [cluster for cluster in fitted if cluster.gpu == gpu] or fitted
-    return replace(
-        load_cluster("default"),
-        key="others",
-        matmul_efficiency=geometric_mean(cluster.matmul_efficiency for cluster in others),
-        memory_efficiency=geometric_mean(cluster.memory_efficiency for cluster in others),
-    )
+    return with_mean_shares([cluster for cluster in fitted if cluster.gpu == gpu] or fitted)
 
 
 def print_table(rows: Sequence[Row], cache: Path, which: str) -> None:
@@ -465,12 +463,12 @@ def print_table(rows: Sequence[Row], cache: Path, which: str) -> None:
             print(f"| {row['id']} | {cluster.key} | | | {str(error).splitlines()[0][:90]} |")
             continue
         error = published_seconds(row) / seconds - 1
-        predicted = float(row["tps_per_gpu"]) * (1 + error)
+        published = float(row["tps_per_gpu"])
         mark = " (known)" if row["id"] in KNOWN else ""
         mark = " (fitted)" if row["id"] in fitted and which == "own" else mark
         print(
-            f"| {row['id']}{mark} | {cluster.key} | {predicted:,.0f} | {float(row['tps_per_gpu']):,.0f} "
-            f"| {100 * error:+.1f} % |",
+            f"| {row['id']}{mark} | {cluster.key} | {published * (1 + error):,.0f} "
+            f"| {published:,.0f} | {100 * error:+.1f} % |",
             flush=True,
         )
         errors[mark].append(abs(error))
@@ -625,7 +623,7 @@ def main() -> None:
         "--cluster",
         choices=("own", "typical", "others"),
         default="own",
-        help="of `table`: the row's own; as without --cluster of titan plan; or that without its own",
+        help="of `table`: the row's own, that of titan plan without --cluster, or without the own",
     )
     parser.add_argument("--cache", type=Path, default=ROOT / "outputs/plan_published")
     arguments = parser.parse_args()

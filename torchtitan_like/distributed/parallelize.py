@@ -62,10 +62,6 @@ class Sections:
         return self.training.enable_cpu_offload or self.activation_checkpoint.mode == "offload"
 
     @property
-    def compiles_model(self) -> bool:
-        return self.compile.compiles_model
-
-    @property
     def loss_backend(self) -> str | None:
         """Backend that compiles the loss; None if it is not compiled."""
         return (
@@ -204,7 +200,7 @@ def parallelize(
     """Apply every configured parallelism to a model on `meta`, in place; return lines for the log."""
     lines: list[str] = []
     dims, training, parallelism = world.dims, sections.training, sections.parallelism
-    num_shards, compiled = dims.dp_shard * dims.cp, sections.compiles_model
+    num_shards, compiled = dims.dp_shard * dims.cp, sections.compile.compiles_model
     if FLOAT8 in sections.converters:
         lines += convert_to_float8(
             model, sections.float8, num_shards=num_shards, tp=dims.tp, compiled=compiled

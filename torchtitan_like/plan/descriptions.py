@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ def create(kind: type[T], values: dict[str, Any], path: Path, what: str) -> T:
     try:
         return kind(**values)
     except TypeError as error:
-        wanted = ", ".join(sorted({field.name for field in fields(kind)} - {"key"}))  # type: ignore[arg-type]
+        wanted = ", ".join(sorted(signature(kind).parameters.keys() - {"key"}))
         raise ValueError(
             f"{path} does not describe a {what}: {error}. Expected the fields {wanted}: correct "
             "the file"

@@ -42,8 +42,7 @@ def dry_runs(
     """
     ranks = ranks_of_stages(dims_of(config, world_size))
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
-    runs = record_ranks(config, world_size, chosen, **options_of(gpu))
-    return [runs[rank] for rank in chosen]
+    return list(record_ranks(config, world_size, chosen, **options_of(gpu)).values())
 
 
 def assumptions(config: JobConfig) -> list[str]:
@@ -58,8 +57,8 @@ def assumptions(config: JobConfig) -> list[str]:
         )
     if config.compile.compiles_model:
         notes.append(
-            "compile.enable: which results a compiled block keeps follows rules; torch.compile itself "
-            "does not run"
+            "compile.enable: rules say which results a compiled block keeps. torch.compile does "
+            "not run"
         )
     if config.parallelism.enable_async_tensor_parallel:
         notes.append("enable_async_tensor_parallel: its buffers are not modeled")

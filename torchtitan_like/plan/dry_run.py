@@ -303,13 +303,17 @@ def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun | RuntimeErro
 def record_ranks(
     config: JobConfig, world_size: int, ranks: Iterable[int], **options: Any
 ) -> dict[int, DryRun]:
-    """Return `record_rank` of several ranks; see `record_jobs`. Raises RuntimeError if one fails."""
+    """Return `record_rank` of several ranks, in their order; see `record_jobs`.
+
+    Raises RuntimeError if one fails.
+    """
+    jobs = [Job(config, world_size, rank, options) for rank in ranks]
     runs = {}
-    for _, run in record_jobs([Job(config, world_size, rank, options) for rank in ranks]):
+    for _, run in record_jobs(jobs):  # in the order in which they end
         if isinstance(run, RuntimeError):
             raise run
         runs[run.rank] = run
-    return runs
+    return {job.rank: runs[job.rank] for job in jobs}
 
 
 def _import_before_fork() -> None:

@@ -105,7 +105,7 @@ def find_repeated(recording: Recording) -> tuple[set[int], dict[int, int]]:
     for index, item in enumerate(recording.work):
         if item.stream != COMPUTE or not _is_compiled(item):
             continue
-        now = ".".join(item.module.split(".")[:2]), item.pass_ == "forward"
+        now = _block_of(item), item.pass_ == "forward"
         if now != graph:
             graph = now
             known.clear()
@@ -142,8 +142,8 @@ def fused_memory(recording: Recording) -> Recording:
     - A result that only the rest of its kernel reads is never in memory.
     - A later kernel of the block computes it again if the operands are in memory. So the backward
       applies an activation function again, and the forward saves only its operand.
-    - A result ends with its last use. Per-op checkpointing saves the result of every listed operator,
-      and a compiled block only those that the backward reads.
+    - A result ends with its last use. Per-op checkpointing saves the result of every listed
+      operator, and a compiled block only those that the backward reads.
 
     This is what torch's partitioner does (min_cut_rematerialization_partition in
     torch/_functorch/partitioners.py), as far as tests compare the bytes that a block saves. The
@@ -169,9 +169,9 @@ def fused_memory(recording: Recording) -> Recording:
 
 
 def _ends_of_results(recording: Recording) -> dict[int, int]:
-    """Return the results that end earlier than in the eager model: after how many work items.
+    """Return by id the results that end earlier than in the eager model.
 
-    -1: a result that is never in memory.
+    The value is the number of work items after which one ends; -1 if it is never in memory.
     """
     work = recording.work
     freed_at = {event.id: event.at for event in recording.events if isinstance(event, Free)}
@@ -248,7 +248,10 @@ def _block_of(item: WorkItem) -> str:
 
 
 def _find_needed(recording: Recording) -> list[bool]:
-    """Return for each item whether anything needs its results. A compiled block drops the others."""
+    """Return for each item whether anything needs its results.
+
+    A compiled block does not have the others.
+    """
     freed = {event.id for event in recording.events if isinstance(event, Free)}
     needed = [True] * len(recording.work)
     read = {0}

@@ -33,9 +33,9 @@ NUM_DRY_RUN = 6  # layouts of a round that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth
 MAX_FULL = 6  # of them, if some do not fit
 PER_GROUP = 2  # of those with the same degrees, which differ little
-# In each round, the largest memory by the closed form, as a share of the limit. The closed form is too
-# high for some layouts, and too low for others. A third and fourth round take place if fewer than
-# NUM_FULL layouts fit.
+# The largest memory by the closed form in each round, as a share of the limit. The closed form is
+# too high for some layouts, and too low for others. The third and the fourth round take place only
+# if fewer than NUM_FULL layouts fit.
 MEMORY_MARGINS = (1.0, 1.25, 0.8, 0.6)
 
 # Called with a phase, what is done, the total, and seconds since the phase began.

@@ -174,9 +174,9 @@ def _tail(found: Found, request: Request) -> Iterator[str]:
     if found.slower is not None:
         slower = found.slower
         yield (
-            f"  {found.num_slower:,} were not dry-run, because formulas say that they are slower or "
-            "need more memory, or because they differ little from a layout above; the fastest of "
-            f"them is {slower.layout.name} ({slower.layout.details})"
+            f"  {found.num_slower:,} were not dry-run. By formula they are slower, or need more "
+            "memory, or they differ little from a layout above. The fastest of them is "
+            f"{slower.layout.name} ({slower.layout.details})"
         )
     if any(not estimate.is_full for _, estimate in found.ranked):
         yield "~ a few layers were dry-run, and extended to all of them"

@@ -260,7 +260,7 @@ def test_a_compiled_block_saves_the_bytes_of_a_real_one(
 
 
 def saved_bytes(family: str, mode: str, dtype: torch.dtype) -> tuple[int, int, int]:
-    """Return the bytes that a compiled block saves, an eager one, and a compiled one by the rules."""
+    """Return the bytes that a compiled block saves, an eager one, and `fused_memory`."""
     real = saved_by_compiled(*block_and_input(family, mode, dtype))
     return real, *saved_by_rules(*block_and_input(family, mode, dtype))
 
@@ -278,7 +278,7 @@ def block_and_input(family: str, mode: str, dtype: torch.dtype) -> tuple[nn.Modu
 
 
 def saved_by_compiled(model: nn.Module, x: torch.Tensor) -> int:
-    """Return the bytes that a compiled block keeps between forward and backward, without its input."""
+    """Return the bytes that a compiled block keeps for its backward, without its input."""
     (block,) = model.layers.values()
     block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     excluded = {t.untyped_storage()._cdata for t in (x, *model.parameters(), *model.buffers())}
@@ -295,7 +295,7 @@ def saved_by_compiled(model: nn.Module, x: torch.Tensor) -> int:
 
 
 def saved_by_rules(model: nn.Module, x: torch.Tensor) -> tuple[int, int]:
-    """Return the bytes that the eager block keeps, and those of `fused_memory`, without its output."""
+    """Return the bytes that the eager block keeps, and `fused_memory`, without its output."""
     recorder = Recorder("cpu")
     with recorder, recorder.following(nn.ModuleList([model]), ()):
         out = model.layers["0"](x, None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -89,16 +90,20 @@ def is_validated(gpu: str) -> bool:
 
 
 def typical_cluster(gpu: str) -> Cluster:
-    """Return the default cluster, with the shares of the peaks that fitted clusters of a GPU reach.
+    """Return the default cluster, with the mean shares of the fitted clusters with a GPU.
 
-    They are geometric means. Without a fitted cluster of this GPU, they stay those of the default.
+    Without such a cluster, the shares stay those of the default.
     """
-    default, fitted = load_cluster(DEFAULT_CLUSTER), _fitted_on(gpu)
-    if not fitted:
-        return default
-    matmul = geometric_mean(cluster.matmul_efficiency for cluster in fitted)
-    memory = geometric_mean(cluster.memory_efficiency for cluster in fitted)
-    names = " and ".join(cluster.key for cluster in fitted)
+    fitted = _fitted_on(gpu)
+    return with_mean_shares(fitted) if fitted else load_cluster(DEFAULT_CLUSTER)
+
+
+def with_mean_shares(clusters: Sequence[Cluster]) -> Cluster:
+    """Return the default cluster, with the geometric means of the clusters' shares of the peaks."""
+    default = load_cluster(DEFAULT_CLUSTER)
+    matmul = geometric_mean(cluster.matmul_efficiency for cluster in clusters)
+    memory = geometric_mean(cluster.memory_efficiency for cluster in clusters)
+    names = " and ".join(cluster.key for cluster in clusters)
     return replace(
         default,
         name=f"{default.name}, shares of the peaks as {names}",
