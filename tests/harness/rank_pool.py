@@ -81,6 +81,7 @@ class _Success:
 class _Failure:
     text: str
     exception: BaseException | None
+    has_died: bool = False
 
 
 def run_ranks(fn: Callable[..., T], world_size: int, *args: Any, timeout: float = 60) -> list[T]:
@@ -209,21 +210,25 @@ class RankPool:
                 try:
                     answers[rank] = pickle.loads(connection.recv_bytes())
                 except (EOFError, ConnectionError):
-                    answers[rank] = _Failure(self._describe_death(rank), None)
+                    answers[rank] = _Failure(self._describe_death(rank), None, has_died=True)
         if any(isinstance(answer, _Failure) for answer in answers.values()):
             raise self._failure_error(answers)
         return [answers[rank] for rank in sorted(answers)]  # type: ignore[misc] # all are successes
 
     def _failure_error(self, answers: dict[int, _Success | _Failure]) -> RankError:
-        failures = {
-            rank: answer for rank, answer in answers.items() if isinstance(answer, _Failure)
-        }
+        """Name the first rank that failed, but a dead rank before those that raised.
+
+        The system closes the sockets of a dead process in any order. A peer can notice a closed
+        gloo socket and answer before the pool sees the end of the dead rank's pipe.
+        """
+        failures = [
+            (rank, answer) for rank, answer in answers.items() if isinstance(answer, _Failure)
+        ]
+        failures.sort(key=lambda item: not item[1].has_died)  # stable: then in order of arrival
         size = len(self._processes)
-        text = "\n".join(
-            f"rank {rank} of {size}:\n{failure.text}" for rank, failure in failures.items()
-        )
-        first = next(iter(failures))
-        return RankError(text, first, failures[first].exception)
+        text = "\n".join(f"rank {rank} of {size}:\n{failure.text}" for rank, failure in failures)
+        first, failure = failures[0]
+        return RankError(text, first, failure.exception)
 
     def _timeout_error(self, ranks: list[int], timeout: float) -> RankError:
         text = [f"no answer from rank {', '.join(map(str, ranks))} within {timeout:g} s"]

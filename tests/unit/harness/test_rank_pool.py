@@ -40,6 +40,13 @@ def die_on_rank_0() -> None:
     dist.barrier()
 
 
+def die_on_rank_0_after_rank_1_raised() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the peer is gone")
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def hang_on_rank_1() -> None:
     if dist.get_rank() == 1:
         time.sleep(100)
@@ -120,6 +127,13 @@ def test_a_failure_names_its_rank_and_replaces_the_pool(fn, rank, text) -> None:
     assert raised.value.rank == rank
     assert not any(map(is_alive, old))
     assert [r for r, pid in run_ranks(identity, 2) if pid not in old] == [0, 1]
+
+
+def test_a_dead_rank_is_named_before_one_that_raised_earlier(monkeypatch) -> None:
+    monkeypatch.setattr(rank_pool, "GRACE_SECONDS", 60.0)  # a slow machine reports the death late
+    with pytest.raises(RankError, match=r"(?s)^rank 0 of 2:.*rank 1 of 2:.*peer is gone") as raised:
+        run_in_new_processes(die_on_rank_0_after_rank_1_raised, 2)
+    assert raised.value.rank == 0
 
 
 def test_the_exception_of_a_rank_is_returned() -> None:
