@@ -21,19 +21,24 @@ from torchtitan_like.plan.record import Recording, WorkItem
 # What FSDP2 copies into and out of its buffers.
 _FSDP_COPIES = ("split_with_sizes_copy", "all_gather_copy_in", "chunk_cat", "_foreach_copy_")
 
-# On a stream of its own, so that kernels before and after it become one.
-_NOTHING = WorkItem("wait", "nothing", -1, "", "forward")
-
 
 def as_nemo(recording: Recording) -> Recording:
     """Return a recording without the work that NeMo does not have. Its memory is not changed."""
     dropped = _sharding(recording) | _casts(recording)
     result = copy.copy(recording)
     result.work = [
-        _NOTHING if index in dropped else _without_scales(item)
+        _without_scales(_nothing(item) if index in dropped else item)
         for index, item in enumerate(recording.work)
     ]
     return result
+
+
+def _nothing(item: WorkItem) -> WorkItem:
+    """Return an item in place of one that NeMo does not have; it takes no time.
+
+    Its stream is its own, so that kernels before and after it become one. What it reads stays needed.
+    """
+    return WorkItem("wait", "nothing", -1, "", "forward", reads=item.reads)
 
 
 def _without_scales(item: WorkItem) -> WorkItem:

@@ -35,7 +35,7 @@ from typing import NamedTuple
 from benchmarks.deepened import NUM_RECORDED, deepen
 from benchmarks.nemo_of_its_time import as_nemo
 from benchmarks.torchtitan_of_its_time import (
-    SETTINGS,
+    checkpoint_settings,
     code_of,
     differences_of,
     with_states_in_first_update,
@@ -150,7 +150,9 @@ def settings_of(row: Row, shape: Shape, *, is_whole: bool = False) -> list[str]:
             "pipeline_parallel_degree": str(pp if is_whole else min(pp, 2)),
         },
         "loss": {"chunk_mib": "501" if "8 chunks" in row["loss"] else "0"},
-        "activation_checkpoint": _words(ACTIVATION_CHECKPOINTS[row["ac"]]),
+        "activation_checkpoint": (
+            _words(ACTIVATION_CHECKPOINTS[row["ac"]]) | checkpoint_settings(row)
+        ),
         "metrics": {"enable_tensorboard": "false"},
         "checkpoint": {"enable": "false"},
     }
@@ -478,7 +480,7 @@ def print_table(rows: Sequence[Row], cache: Path, which: str) -> None:
 
 def whole_settings(row: Row, layers: int) -> list[str]:
     """Return the arguments of `titan plan` for a row with its own pipeline and so many layers."""
-    return [*settings_of(row, Shape(layers, micro_batches(row)), is_whole=True), *SETTINGS]
+    return settings_of(row, Shape(layers, micro_batches(row)), is_whole=True)
 
 
 def load_whole(row: Row, layers: int) -> JobConfig:

@@ -26,9 +26,18 @@ from torchtitan_like.plan.record import Mark, Recording
 
 Row = dict[str, str]
 
-# Settings of `titan plan` for all rows: TorchTitan's per-op list of saved results has had
-# reduce_scatter_tensor since it exists (PR 97).
-SETTINGS = ["--activation_checkpoint.per_op_sac_save_reduce_scatter", "true"]
+
+def checkpoint_settings(row: Row) -> dict[str, str]:
+    """Return the settings of [activation_checkpoint] that TorchTitan's code of a row's month had.
+
+    Its per-op list of saved results has had reduce_scatter_tensor since it exists (PR 97). Until it
+    had a setting `early_stop` (PR 1580), the default of torch held, which is true.
+    """
+    stops_early = row["framework"] == "torchtitan" and row["date"] < "2025-09"
+    return {
+        "per_op_sac_save_reduce_scatter": "true",
+        "early_stop": "true" if stops_early else "false",
+    }
 
 
 @contextlib.contextmanager

@@ -249,7 +249,10 @@ def calibrate_gpus(measured: Measured, gpu: Gpu, cluster: Cluster) -> Cluster:
     shares = []
     for product in measured.products:
         flops = product.flops / len(product.operands)
-        at_peak = sum(flops / fill_share(each, gpu.multiprocessors) for each in product.operands)
+        at_peak = sum(
+            flops / fill_share(each, gpu.multiprocessors, product.dtype)
+            for each in product.operands
+        )
         shares.append(at_peak / (gpu.peak_tflops[product.dtype] * 1e12) / product.seconds)
     kernels = measured.kernels
     cluster = replace(

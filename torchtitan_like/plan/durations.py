@@ -20,7 +20,11 @@ PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 
 # Tiles of cuBLAS's kernels (rows, columns), and their speed relative to the largest ones.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
-RAMP = 256  # the k of a matrix product that takes as long as loading its first and last tiles
+# The k of a matrix product that takes as long as loading its first and last tiles: 512 bytes.
+RAMP = {"float8": 512, "bfloat16": 256, "float32": 128}
+# Speed of a float8 product that adds partial sums in float32 every 128 products
+# (pytorch/pytorch 147971). On an H100, it is 1.1 to 1.2 times slower (pytorch/ao 2377).
+PROMOTING_SHARE = 1 / 1.15
 
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
@@ -64,13 +68,16 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return FLOPs / rate, at least the time of its bytes.
 
     The rate is the peak of the dtype, times the cluster's efficiency. On a GPU, this is multiplied by
-    the share of the multiprocessors' tiles that hold results, and by k / (k + 256).
+    the share of the multiprocessors' tiles that hold results, and by k / (k + RAMP).
     """
     peak = peak_flops(item.dtype, gpu)
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
     if item.op == _GROUPED:
         operands = _even_groups(*item.shapes[:3])
-    rate = peak * cluster.matmul_efficiency * fill_share(operands, gpu.multiprocessors)
+    share = fill_share(operands, gpu.multiprocessors, item.dtype)
+    if item.promotes:
+        share *= PROMOTING_SHARE
+    rate = peak * cluster.matmul_efficiency * share
     return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
 
 
@@ -90,17 +97,17 @@ def _even_groups(
     return (num_groups, first[0], rows), (num_groups, rows, second[1])
 
 
-def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> float:
+def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int, dtype: str) -> float:
     """Return the share of the peak that tiles and waves allow.
 
-    operands: (..., m, k) and (..., k, n), then anything. 1.0 for others, such as convolutions, and
+    operands: (..., m, k) and (..., k, n) of `dtype`, then anything. 1.0 for others, such as convolutions, and
     without multiprocessors. Products of a batch have tiles of their own, however small they are.
     """
     if multiprocessors == 0 or len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
         return 1.0
     (m, k), n = operands[0][-2:], operands[1][-1]
     batch = math.prod(operands[0][:-2])
-    ramp = k / (k + RAMP)
+    ramp = k / (k + RAMP[_peak_name(dtype)])
     area = batch * m * n
     tile = 128 * 128
     covered = batch * math.ceil(m / 128) * math.ceil(n / 128) * tile if batch > 1 else area
@@ -112,10 +119,15 @@ def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int) -> flo
     return max(shares) * ramp
 
 
+def _peak_name(dtype: str) -> str:
+    """Return the name of a recorded dtype in `Gpu.peak_tflops`."""
+    name = "float8" if dtype.startswith("float8") else dtype
+    return "bfloat16" if name == "float16" else name
+
+
 def peak_flops(dtype: str, gpu: Gpu) -> float:
     """Return the peak FLOP/s of a dtype as the recording names it."""
-    name = "float8" if dtype.startswith("float8") else dtype
-    name = "bfloat16" if name == "float16" else name
+    name = _peak_name(dtype)
     if name not in gpu.peak_tflops:
         raise ValueError(
             f"{gpu.name} has no matrix products in {dtype}. Expected one of "
@@ -276,7 +288,7 @@ def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
 def durations(
     recording: Recording, gpu: Gpu, cluster: Cluster, *, fuses: bool = False
 ) -> list[float]:
-    """Return the seconds of each item. fuses: as compiled code (`fused_bytes`)."""
+    """Return the seconds of each item. fuses: as compiled code (plan/fusion.py)."""
     seconds = [item_seconds(item, gpu, cluster) for item in recording.work]
     if fuses:
         for index, num_bytes in fused_bytes(recording).items():

@@ -1,7 +1,8 @@
 """Say what torch.compile changes in a recording, which is always of the eager model.
 
-Inductor turns the kernels of a block that are limited by bandwidth into few ones (`fused_bytes`),
-and keeps fewer of their results in memory (`fused_memory`).
+A compiled block leaves out what nothing reads (`find_needed`). Inductor turns its kernels that are
+limited by bandwidth into few ones (`fused_bytes`), and keeps fewer of their results in memory
+(`fused_memory`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import copy
 import math
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
 from functools import cache
+from types import MappingProxyType
 
 from torchtitan_like.plan.record import (
     COMPUTE,
@@ -21,6 +24,38 @@ from torchtitan_like.plan.record import (
     WorkItem,
 )
 
+# ---- work
+
+
+def find_needed(
+    recording: Recording, first_copy: Mapping[int, int] = MappingProxyType({})
+) -> list[bool]:
+    """Return for each item whether anything needs its results; True outside of compiled blocks.
+
+    With full checkpointing, nothing reads the last product of a recomputed block, nor what
+    tensor-parallel ranks scatter of it. first_copy: results that are read in place of others, as
+    `find_repeated` returns them.
+    """
+    freed = {event.id for event in recording.events if isinstance(event, Free)}
+    needed = [True] * len(recording.work)
+    read = {0}
+    for index in reversed(range(len(recording.work))):
+        item = recording.work[index]
+        if item.writes and _is_in_graph(item):
+            written = [storage for storage, _ in item.writes]
+            needed[index] = any(storage in read or storage not in freed for storage in written)
+        if needed[index]:
+            read.update(first_copy.get(storage, storage) for storage, _ in item.reads)
+    return needed
+
+
+def _is_in_graph(item: WorkItem) -> bool:
+    """Return True for work of a compiled block that has no other effect than its results."""
+    if item.kind in ("matmul", "attention", "collective"):
+        return bool(_block_of(item)) and item.pass_ != "update"
+    return _is_compiled(item)
+
+
 # ---- kernels
 
 FEW_BYTES = 64  # of the result of a reduction of a whole tensor
@@ -30,15 +65,17 @@ _NOT_FUSED = ("embedding", "_fused_adam", "_foreach", "split_with_sizes_copy", "
 
 
 def fused_bytes(recording: Recording) -> dict[int, int]:
-    """Return the bytes of memory-bound items of compiled blocks, by index.
+    """Return by index the bytes of items that compiled blocks do not run as the eager model does.
 
     Between two matrix products, attentions, collectives or waits, all such kernels become one. It
     reads what exists before, and writes what is alive after it. It is the last of them; the others
     get 0 bytes. A reduction to a few numbers, such as float8's largest value, ends a kernel: the
-    next one reads its input again. What a block computes twice is computed once. The optimizer and
-    other streams are not compiled.
+    next one reads its input again. What a block computes twice is computed once, and what nothing
+    needs not at all: of products and collectives, only these are listed, with 0 bytes. The optimizer
+    and other streams are not compiled.
     """
     repeated, first_copy = find_repeated(recording)
+    needed = find_needed(recording, first_copy)
     freed_at = {event.id: event.at for event in recording.events if isinstance(event, Free)}
     for index, item in enumerate(recording.work):
         if index not in repeated:
@@ -71,7 +108,7 @@ def fused_bytes(recording: Recording) -> dict[int, int]:
     for index, item in enumerate(recording.work):
         if item.stream != COMPUTE:
             continue
-        if index in repeated:
+        if index in repeated or not needed[index]:
             fused[index] = 0
         elif _is_compiled(item):
             run.append(index)
@@ -182,7 +219,8 @@ def _ends_of_results(recording: Recording) -> dict[int, int]:
     ]
     writers: dict[int, list[int]] = defaultdict(list)
     uses: dict[int, list[int]] = defaultdict(list)
-    for index, is_needed in enumerate(_find_needed(recording)):
+    needed = find_needed(recording)
+    for index, is_needed in enumerate(needed):
         for storage, _ in work[index].writes:
             writers[storage].append(index)
         for storage, _ in work[index].reads if is_needed else ():
@@ -222,7 +260,7 @@ def _ends_of_results(recording: Recording) -> dict[int, int]:
         later = [use for use in uses[event.id] if use > writer]
         if not block or any(_block_of(work[use]) != block for use in later):
             continue
-        last = -1 if _is_compiled(work[writer]) else writer
+        last = -1 if _is_compiled(work[writer]) or not needed[writer] else writer
         for use in later:
             if is_same_kernel(writer, use):
                 continue
@@ -245,21 +283,3 @@ def _block_of(item: WorkItem) -> str:
     """Return the fqn of an item's block; "" outside of the blocks."""
     is_block = item.stream == COMPUTE and item.module.startswith("layers.")
     return ".".join(item.module.split(".")[:2]) if is_block else ""
-
-
-def _find_needed(recording: Recording) -> list[bool]:
-    """Return for each item whether anything needs its results.
-
-    A compiled block does not have the others.
-    """
-    freed = {event.id for event in recording.events if isinstance(event, Free)}
-    needed = [True] * len(recording.work)
-    read = {0}
-    for index in reversed(range(len(recording.work))):
-        item = recording.work[index]
-        if _is_compiled(item) and item.writes:
-            written = [storage for storage, _ in item.writes]
-            needed[index] = any(storage in read or storage not in freed for storage in written)
-        if needed[index]:
-            read.update(storage for storage, _ in item.reads)
-    return needed

@@ -90,6 +90,7 @@ class WorkItem(NamedTuple):
     flops: 2 for each multiplication with an addition. num_bytes: read and written; of a collective,
     the bytes of the largest tensor (gathered, reduced or scattered as a whole).
     shapes: of the operands. is_causal: of attention, which skips the masked half.
+    promotes: of a float8 product that adds its partial sums in float32 (`use_fast_accum=False`).
     reads, writes: (id of the storage, bytes of the tensor).
     """
 
@@ -108,6 +109,7 @@ class WorkItem(NamedTuple):
     waits_for: int = -1
     reads: tuple[tuple[int, int], ...] = ()
     writes: tuple[tuple[int, int], ...] = ()
+    promotes: bool = False
 
 
 class Alloc(NamedTuple):
@@ -226,7 +228,7 @@ class _Operator(NamedTuple):
     """What is known of an operator before it is called.
 
     allocates: False if all results share the memory of arguments.
-    causal_argument: index of the argument `is_causal`; -1 without one.
+    arguments: names.
     flops, workspace: functions of its arguments, or None.
     """
 
@@ -234,7 +236,7 @@ class _Operator(NamedTuple):
     namespace: str
     allocates: bool
     launches: bool
-    causal_argument: int
+    arguments: tuple[str, ...]
     flops: Callable[..., int] | None
     workspace: Callable[..., int] | None
 
@@ -270,24 +272,25 @@ def _describe(func: Any) -> _Operator:
             return int(counted(*args, out_val=out_val, **kwargs))
 
     launches = not is_view and name not in _NO_KERNEL
-    names = [argument.name for argument in schema.arguments]
-    causal_argument = names.index("is_causal") if "is_causal" in names else -1
     return _Operator(
         name,
         func.namespace,
         allocates,
         launches,
-        causal_argument,
+        tuple(argument.name for argument in schema.arguments),
         flops,
         WORKSPACES.get(name),
     )
 
 
-def _is_causal(operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    index = operator.causal_argument
-    if index < 0:
-        return False
-    return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))
+def _flag(
+    operator: _Operator, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool | None:
+    """Return a boolean argument whose default is False; None if the operator does not have it."""
+    if name not in operator.arguments:
+        return None
+    index = operator.arguments.index(name)
+    return bool(args[index] if index < len(args) else kwargs.get(name, False))
 
 
 class Recorder(TorchDispatchMode):
@@ -545,10 +548,11 @@ class Recorder(TorchDispatchMode):
                 flops=flops,
                 num_bytes=sum(num_bytes(tensor) for tensor in tensors),
                 shapes=tuple(tuple(tensor.shape) for tensor in inputs[:4]) if flops else (),
-                is_causal=_is_causal(operator, args, kwargs),
+                is_causal=_flag(operator, "is_causal", args, kwargs) is True,
                 dtype=str(inputs[0].dtype).removeprefix("torch.") if inputs else "",
                 reads=self._ids(inputs),
                 writes=self._ids(outputs),
+                promotes=_flag(operator, "use_fast_accum", args, kwargs) is False,
             )
         )
         if operator.name in ("chunk_cat", "_chunk_cat"):  # FSDP2 joins gradients to reduce them

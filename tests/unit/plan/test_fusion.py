@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from torchtitan_like.distributed.activation import apply_activation_checkpointin
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.durations import durations
-from torchtitan_like.plan.fusion import find_repeated, fused_bytes, fused_memory
+from torchtitan_like.plan.fusion import find_needed, find_repeated, fused_bytes, fused_memory
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Alloc, Free, Kind, Pass, Recorder, Recording, WorkItem
 
@@ -119,8 +121,8 @@ def test_a_block_computes_an_expression_once() -> None:
     written.step("mm", 5, to=6)
     recording = freed(written, t3=3, t4=3, t5=5)
     assert find_repeated(recording) == ({3}, {5: 3})
-    # The matrix product at the end reads tensor 3, and nobody tensor 4.
-    assert fused_bytes(recording) == {1: 0, 2: 200, 3: 0}
+    # The matrix product at the end reads tensor 3. Nobody reads tensor 4, so it is not computed.
+    assert fused_bytes(recording) == {1: 200, 2: 0, 3: 0}
     in_place = {"op": "mul_", "reads": ((2, 100),), "writes": ((2, 100),)}
     recording.work[2] = recording.work[2]._replace(**in_place)
     assert find_repeated(recording) == (set(), {})  # tensor 2 is another one by then
@@ -144,9 +146,25 @@ def test_fusion_saves_launches() -> None:
 
 def test_a_result_within_a_kernel_is_never_in_memory() -> None:
     written = chain()
+    written.step("mm", 6, to=7)
     written.free(2, 3, 4, 5, 6)
     # The product's result is read by the first kernel, and that of the last one by a product.
-    assert written.lifetimes() == {2: 2, 5: 5, 6: 5}
+    assert written.lifetimes() == {2: 2, 5: 5, 6: 6}
+
+
+def test_what_nothing_reads_is_neither_computed_nor_in_memory() -> None:
+    written = chain()
+    written.free(2, 3, 4, 5)
+    assert find_needed(written.recording) == [True] * 5  # tensor 6 stays
+    written.free(6)
+    assert find_needed(written.recording) == [False] * 5
+    assert fused_bytes(written.recording) == dict.fromkeys(range(5), 0)
+    assert written.lifetimes() == {}
+    for index in (2, 4):  # outside of a compiled block, and a change of what exists
+        recording = freed(chain(), t2=5, t3=5, t4=5, t5=5, t6=5)
+        changed = {2: {"module": "output"}, 4: {"op": "mm", "writes": ((1, 100),)}}[index]
+        recording.work[index] = recording.work[index]._replace(**changed)
+        assert find_needed(recording)[: index + 1] == [True] * (index + 1)
 
 
 def activation_function(second_pass: str = "mul") -> Written:
@@ -275,6 +293,66 @@ def block_and_input(family: str, mode: str, dtype: torch.dtype) -> tuple[nn.Modu
     apply_activation_checkpointing({"layers.0": model.layers["0"]}, section)
     dim = model.norm.weight.shape[0]
     return model, torch.randn(*TOKENS, dim, dtype=dtype, requires_grad=True)
+
+
+MODES = [
+    ("llama3", "full"),
+    ("llama3", "selective"),
+    pytest.param("llama3", "none", marks=pytest.mark.nightly),
+    pytest.param("qwen3", "full", marks=pytest.mark.nightly),
+    pytest.param("deepseek_v3", "full", marks=pytest.mark.nightly),
+]
+
+
+@pytest.mark.parametrize(("family", "mode"), MODES)
+def test_a_compiled_block_computes_the_products_of_a_real_one(family: str, mode: str) -> None:
+    ((real, eager, needed),) = run_ranks(products, 1, family, mode)
+    assert real == needed
+    assert (needed < eager) == (mode == "full")  # the last product is not computed again
+
+
+def products(family: str, mode: str) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Return the products and attentions of a compiled block, an eager one, and `find_needed`."""
+    real = products_of_compiled(*block_and_input(family, mode, torch.float32))
+    model, x = block_and_input(family, mode, torch.float32)
+    recorder = Recorder("cpu")
+    with recorder, recorder.following(nn.ModuleList([model]), ()):
+        model.layers["0"](x, None, None).sum().backward()
+    work = recorder.recording.work
+    needed = zip(work, find_needed(recorder.recording), strict=True)
+    return real, count_products(work), count_products([item for item, needs in needed if needs])
+
+
+def count_products(work: list[WorkItem]) -> Counter[str]:
+    return Counter(item.op for item in work if item.kind in ("matmul", "attention"))
+
+
+def products_of_compiled(model: nn.Module, x: torch.Tensor) -> Counter[str]:
+    from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    found: Counter[str] = Counter()
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        for node in graph.graph.nodes:
+            # An attention that is computed again is an argument of what restores its random state.
+            for op in (node.target, *node.args):
+                name = op._overloadpacket.__name__ if isinstance(op, torch._ops.OpOverload) else ""
+                if name.endswith("mm") or "attention" in name:
+                    found[name] += 1
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=count,
+        bw_compiler=count,
+        decompositions=select_decomp_table(),
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    (block,) = model.layers.values()
+    block.compile(fullgraph=True, backend=backend)
+    block(x, None, None).sum().backward()
+    return found
 
 
 def saved_by_compiled(model: nn.Module, x: torch.Tensor) -> int:

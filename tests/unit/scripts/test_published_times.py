@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from benchmarks.nemo_of_its_time import as_nemo
-from torchtitan_like.plan.record import Group, Kind, Pass, Recording, WorkItem
+from torchtitan_like.plan.fusion import find_needed
+from torchtitan_like.plan.record import Free, Group, Kind, Pass, Recording, WorkItem
 
 WEIGHT, CAST, OTHER_CAST, INPUT, SCALE = 11, 12, 13, 20, 30
 LARGE, FEW = 4096, 4
@@ -87,3 +88,14 @@ def test_a_pipeline_gathers_and_scatters_as_recorded() -> None:
         *KEPT_BACKWARD,
         "reduce_scatter_base",
     ]
+
+
+def test_gradients_of_weights_stay_needed_where_their_sums_are_dropped() -> None:
+    recording = Recording()
+    recording.work = [*FORWARD, *BACKWARD]
+    recording.events = [Free(identity, len(recording.work)) for identity in (22, 42, 44)]
+    recording.micro_batches = [0, len(FORWARD)]
+    gradient = len(FORWARD) + [each.writes for each in BACKWARD].index(((44, LARGE),))
+    assert find_needed(recording)[gradient]
+    assert find_needed(as_nemo(recording))[gradient]
+    assert not find_needed(recording)[gradient - 2]  # nothing reads the gradient of the input

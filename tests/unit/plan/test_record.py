@@ -1,0 +1,32 @@
+"""What the recorder reads from the arguments of operators."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+
+from torchtitan_like.plan.record import Recorder, WorkItem
+
+
+def recorded(op: str, recorder: Recorder) -> list[WorkItem]:
+    return [item for item in recorder.recording.work if op in item.op]
+
+
+def test_float8_products_without_fast_accumulation_are_marked() -> None:
+    with FakeTensorMode(), Recorder("cpu") as recorder:
+        first = torch.empty(32, 64, dtype=torch.float8_e4m3fn)
+        second = torch.empty(16, 64, dtype=torch.float8_e4m3fn).t()
+        scale = torch.ones(())
+        for fast in ({}, {"use_fast_accum": False}, {"use_fast_accum": True}):
+            torch._scaled_mm(first, second, scale, scale, out_dtype=torch.bfloat16, **fast)
+        torch.empty(4, 4) @ torch.empty(4, 4)
+    assert [item.promotes for item in recorded("mm", recorder)] == [True, True, False, False]
+
+
+def test_causal_attention_is_marked() -> None:
+    with FakeTensorMode(), Recorder("cpu") as recorder:
+        heads = torch.empty(1, 2, 8, 4)
+        for is_causal in (True, False):
+            scaled_dot_product_attention(heads, heads, heads, is_causal=is_causal)
+    assert [item.is_causal for item in recorded("attention", recorder)] == [True, False]
