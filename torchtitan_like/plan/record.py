@@ -228,6 +228,8 @@ class _Operator(NamedTuple):
     """What is known of an operator before it is called.
 
     allocates: False if all results share the memory of arguments.
+    is_composite: consists of calls of other operators, which are recorded in its place. Operators of
+        tensor subclasses reach the recorder before they are divided into these.
     arguments: names.
     flops, workspace: functions of its arguments, or None.
     """
@@ -236,6 +238,7 @@ class _Operator(NamedTuple):
     namespace: str
     allocates: bool
     launches: bool
+    is_composite: bool
     arguments: tuple[str, ...]
     flops: Callable[..., int] | None
     workspace: Callable[..., int] | None
@@ -277,6 +280,7 @@ def _describe(func: Any) -> _Operator:
         func.namespace,
         allocates,
         launches,
+        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
         tuple(argument.name for argument in schema.arguments),
         flops,
         WORKSPACES.get(name),
@@ -492,15 +496,18 @@ class Recorder(TorchDispatchMode):
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented  # a DTensor calls the operators of its local tensors
         kwargs = kwargs or {}
+        operator = self._operators.get(func)
+        if operator is None:
+            operator = self._operators[func] = _describe(func)
+        if operator.is_composite:
+            with self:
+                return func.decompose(*args, **kwargs)
         out = func(*args, **kwargs)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             self._wait_for_result(args[0])
             return args[0]  # as the real operator does; a fake one allocates another tensor
         if self.num_muted or func.namespace in _IGNORED:
             return out
-        operator = self._operators.get(func)
-        if operator is None:
-            operator = self._operators[func] = _describe(func)
         outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         if operator.namespace in _COLLECTIVES:
             self._collective(operator.name, args, kwargs, outputs)

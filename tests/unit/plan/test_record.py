@@ -30,3 +30,13 @@ def test_causal_attention_is_marked() -> None:
         for is_causal in (True, False):
             scaled_dot_product_attention(heads, heads, heads, is_causal=is_causal)
     assert [item.is_causal for item in recorded("attention", recorder)] == [True, False]
+
+
+def test_an_operator_of_a_tensor_subclass_is_recorded_as_those_that_it_calls() -> None:
+    """A subclass is called below autograd, where `contiguous` is not yet a copy."""
+    with FakeTensorMode(), Recorder("cpu") as recorder, torch._C._AutoDispatchBelowAutograd():
+        transposed = torch.empty(4, 8).t().contiguous()
+        again = transposed.contiguous()
+    (copy,) = recorded("", recorder)
+    assert copy.op == "clone" and again is transposed
+    assert copy.writes == ((recorder.id_of(transposed), 128),)
