@@ -27,14 +27,14 @@ def as_nemo(recording: Recording) -> Recording:
     dropped = _sharding(recording) | _casts(recording)
     result = copy.copy(recording)
     result.work = [
-        _without_scales(_nothing(item) if index in dropped else item)
+        _without_scales(nothing(item) if index in dropped else item)
         for index, item in enumerate(recording.work)
     ]
     return result
 
 
-def _nothing(item: WorkItem) -> WorkItem:
-    """Return an item in place of one that NeMo does not have; it takes no time.
+def nothing(item: WorkItem) -> WorkItem:
+    """Return an item in place of one that a stack does not have; it takes no time.
 
     Its stream is its own, so that kernels before and after it become one. What it reads stays needed.
     """

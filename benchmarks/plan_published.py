@@ -11,8 +11,9 @@ With `--split holdout`, `table` and `memory` compare held-out rows instead of th
 
 Rows are the facts of tests/assets/published_runs.csv, with their sources. A row is compared if a
 TOML of this package expresses its settings. Times are extended from two depths, and from two
-numbers of micro-batches: both are linear. Memory is that of TorchTitan's code of a row's month, and
-NeMo's rows are timed as NeMo runs: see `torchtitan_of_its_time` and `nemo_of_its_time`.
+numbers of micro-batches: both are linear. TorchTitan's rows are dry-run with what its code of their
+month did otherwise, and NeMo's rows are timed as NeMo runs: see `torchtitan_of_its_time`,
+`float8_gathers` and `nemo_of_its_time`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.deepened import NUM_RECORDED, deepen
+from benchmarks.float8_gathers import has_float8_gathers, with_float8_gathers
 from benchmarks.nemo_of_its_time import as_nemo
 from benchmarks.torchtitan_of_its_time import (
     checkpoint_settings,
@@ -242,9 +244,7 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
 
     Raises KeyError if they are not and `may_run` is False.
     """
-    # Dry runs are the same with and without these.
-    plain = row | {"compile": "0", "async_tp": "0", "framework": "torchtitan"}
-    described = f"{world_size(row)} {settings_of(plain, shape)[2:]}"
+    described = f"{world_size(row)} {settings_of(row, shape)[2:]} {_code_key(row)}"
     path = cache / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pickle"
     if not path.exists():
         if not may_run:
@@ -253,15 +253,23 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
         num_ranks = world_size(row)
         ranks = ranks_of_stages(dims_of(config, num_ranks))
         start = time.monotonic()
-        recorded = record_ranks(config, num_ranks, ranks, num_steps=1)
+        with code_of(row):
+            recorded = record_ranks(config, num_ranks, ranks, num_steps=1)
         print(f"{row['id']} {shape}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
         partial = path.with_suffix(".partial")
         partial.write_bytes(pickle.dumps(list(recorded.values())))
         os.replace(partial, path)
     runs: list[DryRun] = pickle.loads(path.read_bytes())
     if row["framework"] != "torchtitan":
-        runs = [replace(run, recording=as_nemo(run.recording)) for run in runs]
+        return [replace(run, recording=as_nemo(run.recording)) for run in runs]
+    if has_float8_gathers(row):
+        return [replace(run, recording=with_float8_gathers(run.recording)) for run in runs]
     return runs
+
+
+def _code_key(row: Row) -> list[str]:
+    """Return what tells the code of a row's dry run from that of others with the same settings."""
+    return [difference.what for difference in differences_of(row)]
 
 
 # ---- clusters
@@ -499,8 +507,7 @@ def record_memory(row: Row, cache: Path) -> Recording:
     """
     pp = int(row["pp"])
     layers = NUM_RECORDED * pp
-    code = [difference.what for difference in differences_of(row)]
-    described = f"memory {row['gpus']} {whole_settings(row, layers)[2:]} {code}"
+    described = f"memory {row['gpus']} {whole_settings(row, layers)[2:]} {_code_key(row)}"
     path = cache / f"{hashlib.sha256(described.encode()).hexdigest()[:16]}.pickle"
     if not path.exists():
         workspace = round(load_gpu(cluster_of(row)[1]).cublas_workspace_mib * MIB)

@@ -1,7 +1,7 @@
-"""Predict the memory of a published TorchTitan run with what its code of that month did otherwise.
+"""Dry-run a published TorchTitan run with what its code of that month did otherwise.
 
-The planner describes this package's trainer. Published memory was measured with the code of its
-month. `DIFFERENCES` lists what that code allocated otherwise, with the change that is its source.
+The planner describes this package's trainer. Published memory and speed were measured with the code
+of their month. `DIFFERENCES` lists what that code did otherwise, with the change that is its source.
 No number here is fitted to a row.
 """
 
@@ -415,7 +415,9 @@ DIFFERENCES = (
 
 
 def differences_of(row: Row) -> list[Difference]:
-    """Return what the code of a row did otherwise."""
+    """Return what the code of a TorchTitan row did otherwise."""
+    if row["framework"] != "torchtitan":
+        return []
     return [
         difference
         for difference in DIFFERENCES
@@ -425,7 +427,7 @@ def differences_of(row: Row) -> list[Difference]:
 
 @contextlib.contextmanager
 def code_of(row: Row) -> Iterator[None]:
-    """Let dry runs allocate as the code of a row did."""
+    """Let dry runs compute and allocate as the code of a row did."""
     with contextlib.ExitStack() as stack:
         for difference in differences_of(row):
             stack.enter_context(difference.patch(row))

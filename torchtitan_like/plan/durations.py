@@ -22,9 +22,6 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
 # The k of a matrix product that takes as long as loading its first and last tiles: 512 bytes.
 RAMP = {"float8": 512, "bfloat16": 256, "float32": 128}
-# Speed of a float8 product that adds partial sums in float32 every 128 products
-# (pytorch/pytorch 147971). On an H100, it is 1.1 to 1.2 times slower (pytorch/ao 2377).
-PROMOTING_SHARE = 1 / 1.15
 
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
@@ -76,7 +73,7 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
         operands = _even_groups(*item.shapes[:3])
     share = fill_share(operands, gpu.multiprocessors, item.dtype)
     if item.promotes:
-        share *= PROMOTING_SHARE
+        share *= gpu.promoting_share
     rate = peak * cluster.matmul_efficiency * share
     return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
 

@@ -32,6 +32,8 @@ class Gpu:
     of its memory. link_gb_s: of its links to the GPUs of the same node, per direction.
     multiprocessors: over which the tiles of a matrix product are distributed; 0 for a CPU.
     cublas_workspace_mib: what PyTorch allocates for each cuBLAS handle.
+    promoting_share: speed of float8 products that add partial sums in float32 every 128 products
+    (`use_fast_accum=False`, pytorch/pytorch 147971), relative to others.
     device_type: "cuda" or "cpu", whose code paths a dry run takes.
     outside_gib: memory of a rank outside of its tensors. On a GPU, the CUDA context and NCCL's
     buffers: an assumption, because it depends on the driver and on the number of communicators.
@@ -49,6 +51,7 @@ class Gpu:
     link_gb_s: float
     cublas_workspace_mib: float
     peak_tflops: dict[str, float]
+    promoting_share: float = 1.0
     device_type: Literal["cuda", "cpu"] = "cuda"
     outside_gib: float = 2.0
     launch_us: float = 4.0
