@@ -5,7 +5,7 @@
 
 Each model keeps its tokens per GPU and step (`MODELS`). At each size, the layout is the fastest one
 by the closed form of `titan plan search` that fits, of those in `is_considered`. `predict` dry-runs
-it with a few layers for the sizes of `Model.dry_runs`, and takes the next one if it does not fit.
+it with a few layers, and takes the next one if it does not fit.
 `draw` draws the CSV file, and prints its table.
 """
 
@@ -44,23 +44,18 @@ PIPELINES = (None, Pipeline("1F1B", 1), Pipeline("Interleaved1F1B", 2))
 
 
 class Model(NamedTuple):
-    """A model and its sizes. tokens: of a GPU in a step.
-
-    dry_runs: sizes that are dry-run; None for all.
-    """
+    """A model and its smallest size. tokens: of a GPU in a step."""
 
     name: str
     config: str
     tokens: int
     smallest: int
-    dry_runs: tuple[int, ...] | None = None
 
 
 MODELS = (
     Model("llama3 8B", "llama3_8b", 8192, 8),
     Model("llama3 70B", "llama3_70b", 2048, 32),
-    # Its pipelines take a minute each.
-    Model("llama3 405B", "llama3_405b", 1024, 512, dry_runs=(512, 4096, 16384)),
+    Model("llama3 405B", "llama3_405b", 1024, 512),
     Model("qwen3 30B-A3B", "qwen3_30b_a3b", 8192, 8),
 )
 
@@ -68,7 +63,7 @@ MODELS = (
 class Point(NamedTuple):
     """A model on a number of GPUs. Tokens/s of one GPU.
 
-    formula_tps: by the closed form. dry_run_tps, gib, exposed: of the dry run; None without one.
+    formula_tps: by the closed form. dry_run_tps, gib, exposed: of the dry run.
     exposed: fraction of the step that waits for communication.
     """
 
@@ -77,9 +72,9 @@ class Point(NamedTuple):
     step_tokens: int
     layout: str
     formula_tps: float
-    dry_run_tps: float | None = None
-    gib: float | None = None
-    exposed: float | None = None
+    dry_run_tps: float
+    gib: float
+    exposed: float
 
 
 def sizes_of(model: Model) -> list[int]:
@@ -139,28 +134,23 @@ def fastest(space: Space, gpu: Gpu, cluster: Cluster) -> Iterator[Screened]:
 def predict(model: Model, gpus: int, gpu: Gpu, cluster: Cluster) -> Point | None:
     """Return the point of a model and size; None if no layout fits.
 
-    If it is dry-run, the layout is the first of `MAX_DRY_RUNS` that fits in the dry run, too.
+    The layout is the first of `MAX_DRY_RUNS` that fits in the dry run, too.
     """
     space = space_for(model, gpus, cluster)
     for screened in islice(fastest(space, gpu, cluster), MAX_DRY_RUNS):
-        layout = screened.layout
-        name = f"{layout.name}, {layout.micro_batch} x {layout.num_micro}, {layout.details}"
-        rate = round(model.tokens / screened.seconds, 1)
-        point = Point(model.name, gpus, model.tokens * gpus, name, rate)
-        if model.dry_runs is not None and gpus not in model.dry_runs:
-            return point
-        point = dry_run(point, layout, space, gpu, cluster)
+        point = dry_run(model, screened, space, gpu, cluster)
         print(point, file=sys.stderr)
-        if point.gib is not None and point.gib <= MAX_MEMORY * gpu.memory_gib:
+        if point.gib <= MAX_MEMORY * gpu.memory_gib:
             return point
     return None
 
 
-def dry_run(point: Point, layout: Layout, space: Space, gpu: Gpu, cluster: Cluster) -> Point:
-    """Return the point with the time and memory of a dry run with a few layers."""
+def dry_run(model: Model, screened: Screened, space: Space, gpu: Gpu, cluster: Cluster) -> Point:
+    """Return the point of a layout, with the time and memory of a dry run with a few layers."""
     from torchtitan_like.plan.dry_run import DryRun, record_jobs
     from torchtitan_like.plan.extend import Depth, all_jobs, estimate
 
+    layout, gpus = screened.layout, space.world_size
     jobs = list(all_jobs([layout], space, gpu, is_full=False))
     by_depth: dict[Depth, list[DryRun]] = {}
     for index, run in record_jobs([job for _, _, job in jobs]):
@@ -168,8 +158,13 @@ def dry_run(point: Point, layout: Layout, space: Space, gpu: Gpu, cluster: Clust
             raise run
         by_depth.setdefault(jobs[index][1], []).append(run)
     value = estimate(layout, space, dict(sorted(by_depth.items())), gpu, cluster)
-    return point._replace(
-        dry_run_tps=round(point.step_tokens / point.gpus / value.seconds, 1),
+    return Point(
+        model.name,
+        gpus,
+        model.tokens * gpus,
+        f"{layout.name}, {layout.micro_batch} x {layout.num_micro}, {layout.details}",
+        formula_tps=round(model.tokens / screened.seconds, 1),
+        dry_run_tps=round(model.tokens / value.seconds, 1),
         gib=round(value.gib, 1),
         exposed=round(value.exposed / value.seconds, 3),
     )
@@ -187,10 +182,6 @@ def write_csv(points: Sequence[Point], path: Path) -> None:
 
 def read_csv(path: Path) -> list[Point]:
     """Read the points of `write_csv`."""
-
-    def number(text: str) -> float | None:
-        return float(text) if text else None
-
     with path.open(newline="") as file:
         return [
             Point(
@@ -199,9 +190,9 @@ def read_csv(path: Path) -> list[Point]:
                 int(row["step_tokens"]),
                 row["layout"],
                 float(row["formula_tps"]),
-                number(row["dry_run_tps"]),
-                number(row["gib"]),
-                number(row["exposed"]),
+                float(row["dry_run_tps"]),
+                float(row["gib"]),
+                float(row["exposed"]),
             )
             for row in csv.DictReader(file)
         ]
@@ -210,11 +201,10 @@ def read_csv(path: Path) -> list[Point]:
 def efficiencies(points: Sequence[Point], kind: str) -> dict[int, float]:
     """Return the tokens/s of a GPU by size, as a fraction of those on `REFERENCE` GPUs, of one model.
 
-    kind: "formula_tps" or "dry_run_tps"; points without it are left out.
+    kind: "formula_tps" or "dry_run_tps".
     """
     rates = {point.gpus: getattr(point, kind) for point in points}
-    rates = {gpus: rate for gpus, rate in rates.items() if rate is not None}
-    return {gpus: rate / rates[REFERENCE] for gpus, rate in rates.items()} if rates else {}
+    return {gpus: rate / rates[REFERENCE] for gpus, rate in rates.items()}
 
 
 def by_model(points: Sequence[Point]) -> dict[str, list[Point]]:
@@ -233,16 +223,18 @@ def lines(points: Sequence[Point]) -> list[str]:
     for group in by_model(points).values():
         share = efficiencies(group, "dry_run_tps")
         for point in group:
-            dry = ["", "", "", ""]
-            if point.dry_run_tps is not None and point.gib is not None:
-                dry = [
-                    f"{point.dry_run_tps:,.0f}",
-                    f"{share[point.gpus]:.0%}",
-                    f"{point.gib:.0f}",
-                    f"{point.exposed:.0%}",
-                ]
-            cells = [point.model, f"{point.gpus:,}", _tokens(point.step_tokens), point.layout]
-            rows.append("| " + " | ".join([*cells, f"{point.formula_tps:,.0f}", *dry]) + " |")
+            cells = [
+                point.model,
+                f"{point.gpus:,}",
+                _tokens(point.step_tokens),
+                point.layout,
+                f"{point.formula_tps:,.0f}",
+                f"{point.dry_run_tps:,.0f}",
+                f"{share[point.gpus]:.0%}",
+                f"{point.gib:.0f}",
+                f"{point.exposed:.0%}",
+            ]
+            rows.append("| " + " | ".join(cells) + " |")
     return rows
 
 

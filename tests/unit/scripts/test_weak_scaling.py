@@ -55,20 +55,18 @@ def test_a_size_without_a_fitting_layout_has_no_point() -> None:
 
 def test_efficiencies_are_relative_to_512_gpus() -> None:
     points = [
-        scaling.Point("m", 1024, 1, "", 90.0, 45.0),
-        scaling.Point("m", 512, 1, "", 100.0, 50.0),
-        scaling.Point("m", 2048, 1, "", 80.0),
+        scaling.Point("m", 1024, 1, "", 90.0, 40.0, 70.0, 0.1),
+        scaling.Point("m", 512, 1, "", 100.0, 50.0, 70.0, 0.1),
     ]
     formula = scaling.efficiencies(points, "formula_tps")
-    assert formula == pytest.approx({512: 1, 1024: 0.9, 2048: 0.8})
-    assert scaling.efficiencies(points, "dry_run_tps") == pytest.approx({512: 1, 1024: 0.9})
-    assert scaling.efficiencies(points[2:], "dry_run_tps") == {}
+    assert formula == pytest.approx({512: 1, 1024: 0.9})
+    assert scaling.efficiencies(points, "dry_run_tps") == pytest.approx({512: 1, 1024: 0.8})
 
 
 def test_points_survive_the_file(tmp_path: Path) -> None:
     points = [
         scaling.Point("m", 8, 65536, "FSDP 8, 1 x 1, AC op", 100.5, 50.0, 70.1, 0.02),
-        scaling.Point("m", 16, 131072, "FSDP 16, 1 x 1, AC op", 99.0),
+        scaling.Point("m", 16, 131072, "FSDP 16, 1 x 1, AC op", 99.0, 49.5, 65.0, 0.03),
     ]
     scaling.write_csv(points, tmp_path / "curves.csv")
     assert scaling.read_csv(tmp_path / "curves.csv") == points
