@@ -60,6 +60,11 @@ def assumptions(config: JobConfig) -> list[str]:
             "compile.enable: rules say which results a compiled block keeps. torch.compile does "
             "not run"
         )
+    if config.activation_checkpoint.mode == "memory_budget":
+        notes.append(
+            'activation_checkpoint.mode = "memory_budget": planned as "none", because '
+            "torch.compile chooses what is kept. The run needs less memory"
+        )
     if config.parallelism.enable_async_tensor_parallel:
         notes.append("enable_async_tensor_parallel: its buffers are not modeled")
     return notes
