@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
@@ -50,7 +51,14 @@ def assumptions(config: JobConfig) -> list[str]:
     notes = []
     model = config.model
     spec = get_spec(model.name)
-    if has_experts(spec, resolve_args(spec, model.flavor, model.args)):
+    args: Any = resolve_args(spec, model.flavor, model.args)
+    kernel = getattr(args, "attn_type", "sdpa")
+    if kernel != "sdpa":
+        notes.append(
+            f'attn_type = "{kernel}": planned as causal attention over whole sequences. Windows, '
+            "chunks and documents need less time"
+        )
+    if has_experts(spec, args):
         notes.append(
             "even routing assumed: all experts receive the same number of tokens. Uneven routing needs "
             "more memory and time"

@@ -24,6 +24,7 @@ from torchtitan_like.distributed import expert_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
+from torchtitan_like.models.layers import kernels
 from torchtitan_like.plan.record import ActionSpan, Recorder, recording_in_place
 
 DEVICE_TYPE = "dryrun"
@@ -265,6 +266,63 @@ def _using_gpu_kernels() -> Iterator[None]:
             setattr(module, name, original)
 
 
+# ---- kernels for masks at document borders
+
+FLEX_BLOCK = 128  # queries, and keys, of a block of a `BlockMask`
+
+
+def _whole_sequences(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+    """FlexAttention as causal attention: which blocks it skips depends on data, which is not here."""
+    return kernels.causal_attention(q, k, v)
+
+
+def _block_mask(
+    positions: Tensor,
+    dtype: torch.dtype,
+    num_keys: int,
+    *,
+    window: int = 0,
+    chunk: int = 0,
+    has_sink: bool = False,
+) -> list[Tensor]:
+    """Return the tensors of a `BlockMask`: of full and of partial blocks, by queries and by keys."""
+    batch, seq = positions.shape
+    queries, keys = math.ceil(seq / FLEX_BLOCK), math.ceil((num_keys + has_sink) / FLEX_BLOCK)
+    shapes = ((queries,), (queries, keys), (keys,), (keys, queries))
+    return [
+        positions.new_empty((batch, 1, *shape), dtype=torch.int32)
+        for shape in shapes
+        for _ in ("partial", "full")
+    ]
+
+
+def _documents(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
+    """Flash attention over documents as causal attention over whole samples."""
+    return kernels.causal_attention(q, *kernels.equal_heads(q, k, v))
+
+
+def _borders(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
+    """Return offsets as `document_borders`, of one document for each sample."""
+    return positions.new_empty(positions.shape[0] + 1, dtype=torch.int32)
+
+
+_MASKED = {
+    "flex": kernels.Kernel(_whole_sequences, _block_mask),
+    "varlen": kernels.Kernel(_documents, _borders),
+}
+
+
+@contextmanager
+def _planning_masks() -> Iterator[None]:
+    """Let models that are built attend without the data of their masks."""
+    originals = dict(kernels.KERNELS)
+    kernels.KERNELS.update(_MASKED)
+    try:
+        yield
+    finally:
+        kernels.KERNELS.update(originals)
+
+
 # ---- experts
 
 
@@ -491,5 +549,6 @@ def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
         stack.enter_context(_holding_messages(recorder))
         stack.enter_context(_recording_actions(recorder))
         stack.enter_context(_using_gpu_kernels())
+        stack.enter_context(_planning_masks())
         stack.enter_context(_routing_evenly())
         yield enter

@@ -243,6 +243,7 @@ def _ends_of_results(recording: Recording) -> dict[int, int]:
         return all(
             is_in_memory(operand, writer, use) or can_recompute(operand, use)
             for operand, _ in work[writer].reads
+            if operand != storage  # an argument `out`, which is only written
         )
 
     def is_same_kernel(writer: int, use: int) -> bool:

@@ -4,28 +4,33 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from torchtitan_like.config import JobConfig
 from torchtitan_like.plan.dry_memory import assumptions, plan_memory
 from torchtitan_like.plan.gpus import load_gpu
+from torchtitan_like.plan.layouts import with_settings
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.preflight import load_checked
 
-CONFIG = Path(__file__).resolve().parents[3] / "train_configs/debug_model.toml"
+CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 
 
-def loaded(*arguments: str) -> JobConfig:
-    argv = ["--job.config_file", str(CONFIG), *arguments]
+def loaded(*arguments: str, name: str = "debug_model") -> JobConfig:
+    argv = ["--job.config_file", str(CONFIGS / f"{name}.toml"), *arguments]
     return load_checked(argv, 1, training=False, device_type="cuda")[0]
 
 
-def planned(mode: str) -> RankMemory:
-    config = loaded(f"--activation_checkpoint.mode={mode}", "--loss.chunk_mib=8")
+def planned(config: JobConfig) -> RankMemory:
     (memory,) = plan_memory(config, 1, load_gpu("h100-80g"))
     return memory
 
 
 def test_offloaded_activations_are_in_host_memory() -> None:
-    kept, offloaded = planned("none"), planned("offload")
+    kept, offloaded = (
+        planned(loaded(f"--activation_checkpoint.mode={mode}", "--loss.chunk_mib=8"))
+        for mode in ("none", "offload")
+    )
     saved = kept.by_category["activations"]
     assert offloaded.by_category.get("activations", 0) < saved / 20
     # The allocator of pinned memory rounds each up to a power of two.
@@ -38,3 +43,38 @@ def test_a_plan_says_what_it_cannot_know() -> None:
     compiled, kept = assumptions(budget)
     assert compiled.startswith("compile.enable: rules say")
     assert kept.startswith('activation_checkpoint.mode = "memory_budget": planned as "none"')
+
+
+@pytest.mark.parametrize("kernel", ["flex", "varlen"])
+def test_kernels_of_masks_are_planned_as_causal_attention(kernel: str) -> None:
+    settings = (
+        "--activation_checkpoint.mode=none",
+        "--loss.chunk_mib=8",
+        "--training.mixed_precision_param=bfloat16",
+    )
+    mask = f"--model.args.attn_type={kernel}", "--model.args.attn_mask_type=block_causal"
+    masked = loaded(*settings, *mask)
+    causal, kept = (
+        planned(config).by_category["activations"] for config in (loaded(*settings), masked)
+    )
+    # The mask, and the rotary tables at the positions in documents.
+    assert causal < kept < 1.02 * causal
+    (note,) = assumptions(masked)
+    assert note.startswith(f'attn_type = "{kernel}": planned as causal attention')
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_oss_debug",
+        pytest.param("llama4_debug", marks=pytest.mark.nightly),
+        pytest.param("deepseek_v3_debug", marks=pytest.mark.nightly),
+        pytest.param("qwen3_moe_debug", marks=pytest.mark.nightly),
+    ],
+)
+def test_each_family_is_planned_eager_and_compiled(name: str) -> None:
+    config = loaded(name=name)
+    eager, compiled = (
+        planned(with_settings(config, {"compile.enable": enable})) for enable in (False, True)
+    )
+    assert 0 < compiled.reserved <= eager.reserved

@@ -224,6 +224,20 @@ def test_an_operand_is_kept_for_a_result_that_is_computed_again() -> None:
     assert written.lifetimes() == {2: 4, 3: 3}
 
 
+def test_a_result_that_its_kernel_takes_as_an_argument_is_computed_again() -> None:
+    written = Written()
+    written.step("mm", 1, to=2)
+    written.step("addcmul", 2, 3, to=3)  # out=
+    written.step("silu", 3, to=4)
+    written.step("mm", 4, to=5)
+    written.free(3)
+    written.step("mul", 4, to=6, pass_="backward")
+    written.step("mm", 6, to=7, pass_="backward")
+    written.free(2, 4)
+    # Tensor 2 stays for the backward, which computes 3 and then 4 again.
+    assert written.lifetimes() == {2: 5, 4: 4}
+
+
 def test_a_saved_result_that_no_backward_reads_ends_with_the_forward_pass() -> None:
     written = Written()
     written.step("mm", 1, to=2)
