@@ -75,8 +75,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "stages. Model, sequence length and samples of a step are those of CONFIG. So are settings on\n"
         "the command line: --parallelism.tensor_parallel_degree 8 searches layouts with that degree only.\n"
         "Rules of the configuration and formulas choose 12 layouts, which are dry-run with a few\n"
-        "layers; if fewer than 3 fit, up to 12 smaller ones follow. The best 3 are dry-run with\n"
-        "all layers.\n"
+        "layers; if fewer than 3 fit, up to 12 smaller ones follow. Each is timed as given, compiled, and\n"
+        "with asynchronous tensor parallelism, the best 3 in float8, too. Then the best 3 are dry-run\n"
+        "with all layers.\n"
         "Needs no GPU. Returns 0 if a layout fits, 1 if none does, 2 for wrong arguments, and 78 for\n"
         "a configuration that cannot work. Ctrl-C ends it with 130.\n\n"
         f"example: {EXAMPLE}"
@@ -136,7 +137,6 @@ def _search(
     arguments: argparse.Namespace, config: Any, gpu: Any, cluster: Any, settings: list[str]
 ) -> int:
     from torchtitan_like.plan import search_report
-    from torchtitan_like.plan.dry_memory import assumptions
     from torchtitan_like.plan.search import global_batch_of, search, space_of
     from torchtitan_like.plan.time_report import caveats
     from torchtitan_like.util.files import write_atomically
@@ -154,7 +154,7 @@ def _search(
     except ValueError as error:  # the GPU has no peak for a dtype
         show_error(f"--gpu {gpu.key}: {error}")
         return FAILED
-    notes = [*assumptions(config), *caveats(gpu, cluster)]
+    notes = [*found.notes(), *caveats(gpu, cluster)]
     request = search_report.Request(
         gpu, cluster, arguments.max_memory, arguments.tokens, arguments.price_per_hour
     )

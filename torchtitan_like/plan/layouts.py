@@ -12,6 +12,7 @@ from itertools import product
 from typing import Any, Literal, NamedTuple
 
 from torchtitan_like.config import JobConfig
+from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import SCHEDULES
 
 LONG_SEQ_LEN = 32768  # from which context parallelism is tried
@@ -47,6 +48,8 @@ class Layout:
     the other degrees. pipeline: None without one.
     micro_batch: samples of one forward pass. num_micro: forward passes of a step.
     recompute: what backward computes again. frees_weights: gathered weights are freed after forward.
+    compiles, float8, async_tp: what the given configuration lacks: compiled blocks, float8 products,
+    and tensor-parallel communication behind products.
     """
 
     pp: int
@@ -61,6 +64,9 @@ class Layout:
     num_micro: int
     recompute: Recompute
     frees_weights: bool
+    compiles: bool = False
+    float8: bool = False
+    async_tp: bool = False
 
     @property
     def dp(self) -> int:
@@ -96,7 +102,7 @@ class Layout:
 
     @property
     def details(self) -> str:
-        """What the name leaves out: schedule, recomputation, whether weights stay gathered."""
+        """What the name leaves out: schedule, recomputation, resharding, and kinds of kernels."""
         parts = []
         if self.pipeline is not None:
             number = self.pipeline.stages_per_rank
@@ -104,6 +110,8 @@ class Layout:
         parts.append(f"AC {self.recompute}")
         if self.shard * self.cp > 1 and self.frees_weights != (self.pp == 1):
             parts.append("reshard" if self.frees_weights else "no reshard")
+        kinds = (("compiled", self.compiles), ("float8", self.float8), ("async TP", self.async_tp))
+        parts += [name for name, is_used in kinds if is_used]
         return ", ".join(parts)
 
 
@@ -190,6 +198,27 @@ def variants(space: Space, mesh: Layout) -> Iterator[Layout]:
         )
 
 
+def with_faster_kernels(layout: Layout, config: JobConfig) -> Iterator[Layout]:
+    """Yield a layout; then compiled; then with asynchronous tensor parallelism, which needs that.
+
+    Their dry runs are the same.
+    """
+    yield layout
+    if not config.compile.compiles_model and not layout.compiles:
+        layout = replace(layout, compiles=True)
+        yield layout
+    if layout.tp > 1 and not config.parallelism.enable_async_tensor_parallel:
+        yield replace(layout, async_tp=True)
+
+
+def with_float8(layout: Layout, config: JobConfig) -> Layout | None:
+    """Return a layout with compiled float8 products; None if the configuration has float8 already."""
+    if FLOAT8 in config.model.converters:
+        return None
+    compiles = not config.compile.compiles_model
+    return replace(layout, compiles=compiles, float8=True, async_tp=False)
+
+
 def divisors(number: int) -> list[int]:
     """Return the divisors of a number, ascending."""
     small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
@@ -262,6 +291,11 @@ SETTINGS: dict[str, Callable[[Layout, Space], Any]] = {
     "activation_checkpoint.selective_ac_option": (
         lambda layout, space: "op" if layout.recompute == "op" else None
     ),
+    "compile.enable": lambda layout, space: layout.compiles or None,
+    "model.converters": lambda layout, space: (
+        [*space.config.model.converters, FLOAT8] if layout.float8 else None
+    ),
+    "parallelism.enable_async_tensor_parallel": lambda layout, space: layout.async_tp or None,
 }
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_like.config import JobConfig
@@ -22,8 +22,10 @@ from torchtitan_like.plan.layouts import (
     keeps_given_settings,
     meshes,
     variants,
+    with_faster_kernels,
+    with_float8,
 )
-from torchtitan_like.preflight import check_layout
+from torchtitan_like.preflight import check, check_layout
 
 if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
@@ -66,6 +68,7 @@ class Found:
     ranked: dry-run layouts that fit, fastest first, those at full depth before the others.
     rejected: dry-run layouts that do not fit. failed: messages of dry runs that failed.
     slower: the fastest by the closed form of those that were not dry-run. num_slower: how many.
+    no_float8: why a rule refuses float8; "" if none does.
     """
 
     space: Space
@@ -78,6 +81,24 @@ class Found:
     failed: dict[Layout, str] = field(default_factory=dict)
     slower: Screened | None = None
     num_slower: int = 0
+    no_float8: str = ""
+
+    def notes(self) -> list[str]:
+        """Return what the dry runs assume, and whether the best layout changes results."""
+        from torchtitan_like.plan.dry_memory import assumptions
+
+        if not self.ranked:
+            return assumptions(self.space.config)
+        best, _ = self.ranked[0]
+        notes = assumptions(apply(best, self.space))
+        if self.no_float8:
+            notes.append(f"float8 was not tried: {self.no_float8}")
+        if best.float8:
+            notes.append(
+                "float8 rounds more than bfloat16, so the loss differs. To search without it, give "
+                "--model.converters"
+            )
+        return notes
 
 
 def space_of(config: JobConfig, world_size: int, ranks_per_node: int, global_batch: int) -> Space:
@@ -203,6 +224,12 @@ def search(
     found, legal = screen(space, gpu, network, limit)
     estimates: dict[Layout, Estimate] = {}
     rest = legal
+
+    def dry_run(layouts: Sequence[Layout], *, is_full: bool) -> None:
+        nonlocal estimates
+        estimates |= _dry_run(layouts, space, gpu, cluster, progress, found, is_full=is_full)
+        estimates = _fastest_kernels(estimates, limit)
+
     for number, margin in enumerate(MEMORY_MARGINS):
         if number > 1 and sum(each.gib <= limit for each in estimates.values()) >= NUM_FULL:
             break
@@ -210,18 +237,15 @@ def search(
         # A later round looks for other recomputation with the same degrees.
         chosen = shortlist(small, NUM_DRY_RUN, list(estimates) if number == 1 else ())
         rest = [screened for screened in rest if screened.layout not in chosen]
-        estimates |= _dry_run(chosen, space, gpu, cluster, progress, found, is_full=False)
+        dry_run(chosen, is_full=False)
     found.num_slower = len(rest)
     found.slower = rest[0] if rest else None
-    waiting = sorted(
-        (layout for layout, each in estimates.items() if each.gib <= limit),
-        key=lambda layout: estimates[layout].seconds,
-    )[:MAX_FULL]
+    dry_run(_in_float8(_fastest(estimates, limit)[:NUM_FULL], found, gpu), is_full=False)
+    waiting = _fastest(estimates, limit)[:MAX_FULL]
     num_fit = 0
     while waiting and num_fit < NUM_FULL:  # one that does not fit after all is replaced
         now, waiting = waiting[: NUM_FULL - num_fit], waiting[NUM_FULL - num_fit :]
-        partial = [layout for layout in now if not estimates[layout].is_full]
-        estimates |= _dry_run(partial, space, gpu, cluster, progress, found, is_full=True)
+        dry_run([layout for layout in now if not estimates[layout].is_full], is_full=True)
         num_fit += sum(estimates[layout].gib <= limit for layout in now)
     for layout in sorted(
         estimates, key=lambda one: (not estimates[one].is_full, estimates[one].seconds)
@@ -229,6 +253,55 @@ def search(
         group = found.ranked if estimates[layout].gib <= limit else found.rejected
         group.append((layout, estimates[layout]))
     return found
+
+
+def _fastest(estimates: Mapping[Layout, Estimate], limit: float) -> list[Layout]:
+    """Return the layouts that fit, the fastest first."""
+    fitting = (layout for layout, each in estimates.items() if each.gib <= limit)
+    return sorted(fitting, key=lambda layout: estimates[layout].seconds)
+
+
+def _fastest_kernels(estimates: Mapping[Layout, Estimate], limit: float) -> dict[Layout, Estimate]:
+    """Return, of the layouts that differ only in their kernels, the one that is the best.
+
+    That is the fastest one that fits, or the smallest one if none does.
+    """
+    best: dict[Layout, Layout] = {}
+
+    def key(layout: Layout) -> tuple[bool, float]:
+        value = estimates[layout]
+        is_too_large = value.gib > limit
+        return is_too_large, value.gib if is_too_large else value.seconds
+
+    for layout in estimates:
+        plain = replace(layout, compiles=False, float8=False, async_tp=False)
+        best[plain] = min(best.get(plain, layout), layout, key=key)
+    return {layout: estimates[layout] for layout in best.values()}
+
+
+def _in_float8(layouts: Sequence[Layout], found: Found, gpu: Gpu) -> list[Layout]:
+    """Return layouts with float8 products, if the GPU has them and the rules allow them.
+
+    The reason of a refusal is written to `found.no_float8`.
+    """
+    space = found.space
+    allowed = []
+    for layout in layouts if "float8" in gpu.peak_tflops else ():
+        changed = with_float8(layout, space.config)
+        if changed is None or not keeps_given_settings(changed, space):
+            continue
+        if errors := _errors(changed, space, gpu):
+            found.no_float8 = str(errors[0])
+        else:
+            allowed.append(changed)
+    return allowed
+
+
+def _errors(layout: Layout, space: Space, gpu: Gpu) -> list[Problem]:
+    """Return the errors of a layout by all rules, not only by those of `check_layout`."""
+    config, device_type = apply(layout, space), gpu.device_type
+    problems = check(config, space.world_size, training=False, device_type=device_type)
+    return [problem for problem in problems if problem.severity == "error"]
 
 
 def _dry_run(
@@ -241,7 +314,10 @@ def _dry_run(
     *,
     is_full: bool,
 ) -> dict[Layout, Estimate]:
-    """Return the estimates of layouts. One whose dry run fails is added to `found.failed`."""
+    """Return the estimates of layouts; at few layers, also of those with faster kernels.
+
+    One whose dry run fails is added to `found.failed`.
+    """
     from torchtitan_like.plan.dry_run import DryRun, record_jobs
     from torchtitan_like.plan.extend import Depth, all_jobs, estimate
 
@@ -265,4 +341,8 @@ def _dry_run(
         if not missing[layout]:
             by_depth = dict(sorted(runs.pop(layout).items()))
             estimates[layout] = estimate(layout, space, by_depth, gpu, cluster)
+            for faster in () if is_full else with_faster_kernels(layout, space.config):
+                is_new = faster != layout and keeps_given_settings(faster, space)
+                if is_new and not _errors(faster, space, gpu):
+                    estimates[faster] = estimate(faster, space, by_depth, gpu, cluster)
     return estimates

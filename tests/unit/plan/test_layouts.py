@@ -19,6 +19,8 @@ from torchtitan_like.plan.layouts import (
     meshes,
     settings_of,
     variants,
+    with_faster_kernels,
+    with_float8,
 )
 from torchtitan_like.plan.search import space_of
 from torchtitan_like.preflight import check, check_layout, load_checked
@@ -188,3 +190,41 @@ def test_settings_of_the_command_line_are_kept() -> None:
 )
 def test_divisors(number: int, expected: list[int]) -> None:
     assert divisors(number) == expected
+
+
+def test_faster_kernels_are_those_that_the_configuration_lacks() -> None:
+    plain, compiled = (
+        space("debug_model", 4, 8),
+        space("debug_model", 4, 8, "--compile.enable=true"),
+    )
+    data = next(layout for layout in all_layouts(plain) if layout.name == "FSDP 4")
+    tensor = next(layout for layout in all_layouts(plain) if layout.name == "TP 2 x FSDP 2")
+    for of, layout, expected in (
+        (plain, data, [set(), {"compiled"}]),
+        (plain, tensor, [set(), {"compiled"}, {"compiled", "async TP"}]),
+        (compiled, data, [set()]),
+        (compiled, tensor, [set(), {"async TP"}]),
+    ):
+        kinds = [set(each.details.split(", ")) for each in with_faster_kernels(layout, of.config)]
+        given = set(layout.details.split(", "))
+        assert [kind - given for kind in kinds] == expected
+    assert (
+        settings_of(replace(tensor, compiles=True, async_tp=True), plain).items()
+        >= {
+            "compile.enable": True,
+            "parallelism.enable_async_tensor_parallel": True,
+        }.items()
+    )
+
+
+def test_float8_is_added_once_and_compiled() -> None:
+    plain = space("debug_model", 4, 8)
+    layout = next(each for each in all_layouts(plain) if each.name == "TP 2 x FSDP 2")
+    float8 = with_float8(replace(layout, compiles=True, async_tp=True), plain.config)
+    assert float8 == replace(layout, compiles=True, float8=True)
+    config = apply(float8, plain)
+    assert config.model.converters == ["quantize.linear.float8"] and config.compile.enable
+    assert with_float8(layout, config) is None
+    # Of a configuration that compiles, only float8 is new.
+    compiled = space("debug_model", 4, 8, "--compile.enable=true")
+    assert with_float8(layout, compiled.config) == replace(layout, float8=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,6 +48,7 @@ CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 GPU, CLUSTER = load_gpu("h100-80g"), load_cluster("default")
 REQUEST = Request(GPU, CLUSTER, 0.92, 1e12, 2.0)
 LIMIT = 0.92 * GPU.memory_gib
+SECTIONS = ("parallelism", "training", "activation_checkpoint", "optimizer", "model", "compile")
 COMMAND_LINE = ("--optimizer.lr=1e-3", "--model.args.n_layers=8")
 
 
@@ -88,6 +90,10 @@ def search_with(
     return search(space(), GPU, CLUSTER, 0.92, lambda *progress: None), calls
 
 
+def as_given(layout: Layout) -> Layout:
+    return replace(layout, compiles=False, float8=False, async_tp=False)
+
+
 def by_tp(layout: Layout, is_full: bool) -> Estimate:
     """Let the layout with most tensor parallelism be the fastest."""
     return Estimate(10.0, 1 / layout.tp + 0.01 * layout.pp, 0.1, 0.05, is_full)
@@ -98,12 +104,44 @@ def test_the_fastest_dry_runs_are_the_finalists(monkeypatch: pytest.MonkeyPatch)
     assert [(is_full, len(layouts)) for is_full, layouts in calls] == [
         (False, NUM_DRY_RUN),
         (False, NUM_DRY_RUN),
+        (False, NUM_FULL),  # in float8
         (True, NUM_FULL),
     ]
     seconds = [estimate.seconds for _, estimate in found.ranked]
     assert [estimate.is_full for _, estimate in found.ranked] == [True] * 3 + [False] * 9
     assert seconds[:3] == sorted(seconds)[:3] and seconds[3:] == sorted(seconds[3:])
     assert found.num_slower > 0 and found.slower is not None and not found.rejected
+
+
+def test_the_fastest_kernels_of_a_layout_are_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def estimating(layout: Layout, is_full: bool) -> Estimate:
+        estimate = by_tp(layout, is_full)
+        if not layout.float8:
+            return estimate
+        # In float8 all are faster. With tensor parallelism of 4 they do not fit.
+        gib = LIMIT + 1 if layout.tp == 4 else 10.0
+        return replace(estimate, gib=gib, seconds=0.5 * estimate.seconds)
+
+    found, calls = search_with(monkeypatch, estimating)
+    twins = calls[2][1]
+    assert all(layout.float8 and layout.compiles for layout in twins)
+    assert any(layout.tp == 4 for layout in twins) and any(layout.tp < 4 for layout in twins)
+    ranked = [layout for layout, _ in found.ranked]
+    assert len(ranked) == len(set(map(as_given, ranked))) == 2 * NUM_DRY_RUN
+    assert {layout for layout in ranked if layout.float8} == {one for one in twins if one.tp < 4}
+    assert not found.rejected
+    assert ("float8" in " ".join(found.notes())) == ranked[0].float8
+
+
+def test_a_search_says_why_float8_was_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchao" else find_spec(name)
+    )
+    found, calls = search_with(monkeypatch, by_tp)
+    assert not any(layout.float8 for _, layouts in calls for layout in layouts)
+    (note,) = found.notes()
+    assert note.startswith("float8 was not tried: ") and "torchtitan_like[float8]" in note
 
 
 def test_a_finalist_that_does_not_fit_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +153,7 @@ def test_a_finalist_that_does_not_fit_is_replaced(monkeypatch: pytest.MonkeyPatc
     too_large = [layout for layout, _ in found.rejected]
     assert too_large and all(layout.tp == 4 for layout in too_large)
     assert sum(estimate.is_full for _, estimate in found.ranked) == NUM_FULL
-    assert len(calls) == 4
+    assert len(calls) == 5
     assert any("does not fit: 73.8 GiB of 72.8" in line for line in lines(found, REQUEST))
 
 
@@ -123,7 +161,7 @@ def test_nothing_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     found, calls = search_with(
         monkeypatch, lambda layout, is_full: Estimate(500.0, 1.0, 0.0, 0.0, is_full)
     )
-    assert not found.ranked and len(calls) == len(MEMORY_MARGINS)
+    assert not found.ranked and len(calls) == len(MEMORY_MARGINS) + 1
     assert len(found.rejected) == sum(len(layouts) for _, layouts in calls)
     text = "\n".join(lines(found, REQUEST))
     assert "Nothing fits into 92 % of 79.1 GiB: the smallest takes 500.0 GiB" in text
@@ -135,11 +173,11 @@ def test_smaller_layouts_follow_if_too_few_fit(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(searching, "MEMORY_MARGINS", (1.0, 1.25, small / LIMIT, 0.0))
 
     def only_small_ones_fit(layout: Layout, is_full: bool) -> Estimate:
-        gib = 10.0 if by_formula[layout] <= small else LIMIT + 1
+        gib = 10.0 if by_formula[as_given(layout)] <= small else LIMIT + 1
         return replace(by_tp(layout, is_full), gib=gib)
 
     found, calls = search_with(monkeypatch, only_small_ones_fit)
-    assert [is_full for is_full, _ in calls] == [False, False, False, True]
+    assert [is_full for is_full, _ in calls] == [False, False, False, False, True]
     assert sum(by_formula[layout] <= small for _, each in calls[:2] for layout in each) < NUM_FULL
     assert all(by_formula[layout] <= small for layout in calls[2][1])
     tried = [layout for _, each in calls[:3] for layout in each]
@@ -261,6 +299,11 @@ def test_the_written_file_is_the_layout(tmp_path: Path) -> None:
     _, legal = screen(given, GPU, network_of(GPU, 8), LIMIT)
     output, given_file = tmp_path / "best.toml", CONFIGS / "debug_model.toml"
     layouts = shortlist(legal, 12)
+    layouts += [
+        replace(layout, compiles=True, float8=layout.tp == 1, async_tp=layout.tp > 1)
+        for layout in layouts
+        if layout.pipeline is None
+    ]
     assert any(layout.pipeline for layout in layouts) and any(layout.tp > 1 for layout in layouts)
     for layout in layouts:
         base = path_to_extend(str(given_file), given_file, output)
@@ -269,7 +312,7 @@ def test_the_written_file_is_the_layout(tmp_path: Path) -> None:
             ["--job.config_file", str(output)], 4, training=False, device_type="cuda"
         )
         expected = apply(layout, given)
-        for section in ("parallelism", "training", "activation_checkpoint", "optimizer", "model"):
+        for section in SECTIONS:
             assert getattr(config, section) == getattr(expected, section), (layout, section)
         assert config.optimizer.lr == 1e-3 and config.model.args == {"n_layers": 8}
 
