@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-
 # Of its libraries for other hardware, and of the constants that it registers.
 _LOGGERS = ("torchao", "torch.utils._pytree")
 
