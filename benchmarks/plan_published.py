@@ -1,7 +1,7 @@
 """Compare predicted step times and memory with published runs, and fit clusters to a few of them.
 
     python -m benchmarks.plan_published record   # dry runs, a few layers each; restartable
-    python -m benchmarks.plan_published fit      # constants of plan/clusters/*.toml, rows `fit`
+    python -m benchmarks.plan_published fit      # constants of clusters, to rows `fit`
     python -m benchmarks.plan_published table    # predicted and published tokens/s
     python -m benchmarks.plan_published rank     # is the layout predicted as fastest the fastest?
     python -m benchmarks.plan_published scope    # compared rows, and why others are not
@@ -275,21 +275,24 @@ def _code_key(row: Row) -> list[str]:
 # ---- clusters
 
 
-_UNCALIBRATED = {"H200": "h200-141g", "B200": "b200-180g"}
+# Of the comparison only: what `titan plan` should not take for the rate of a GPU.
+NODES_2025 = str(ROOT / "benchmarks/clusters/h100-nodes-2025.toml")
+_BY_GPU = {
+    "A100": ("a100-64", "a100-80g"),
+    "H200": ("h200-whitefiber", "h200-141g"),
+    "B200": ("default", "b200-180g"),
+}
 
 
 def cluster_of(row: Row) -> tuple[str, str]:
-    """Return the names of a row's cluster and GPU."""
-    if row["gpu"] == "A100":
-        return "a100-64", "a100-80g"
-    if row["gpu"] in _UNCALIBRATED:
-        return "default", _UNCALIBRATED[row["gpu"]]
+    """Return the names of a row's cluster and GPU. Rows of one cluster have similar software, too."""
+    if row["gpu"] in _BY_GPU:
+        return _BY_GPU[row["gpu"]]
     if row["framework"] == "NeMo/Megatron":
         return "dgx-h100", "h100-80g"
-    # Single hosts of this time are faster; jobs on several run on the slower cards.
-    if row["date"] >= "2025-08" and int(row["gpus"]) <= 8:
-        return "h100-hosts-2025", "h100-96g"
-    return "grand-teton-h100", "h100-96g"
+    if row["date"] < "2025-08":
+        return "grand-teton-h100", "h100-96g"
+    return NODES_2025 if int(row["gpus"]) > 8 else "h100-hosts-2025", "h100-96g"
 
 
 class Fit(NamedTuple):
@@ -309,6 +312,11 @@ FITS = {
         ("matmul_efficiency", "memory_efficiency"),
         ("log1690-q32B-8-bs2-c", "log1881-8B-8-tp1-FSDP2", "log1625-8B-8"),
     ),
+    NODES_2025: Fit(
+        ("matmul_efficiency", "memory_efficiency"),
+        ("log1881-8B-64-tp1-FSDP2", "log1690-q32B-32-tp8-bs16"),
+    ),
+    "h200-whitefiber": Fit(("matmul_efficiency",), ("trainy-8B-h200-64",)),
     "a100-64": Fit(
         ("matmul_efficiency", "memory_efficiency"),
         (
