@@ -461,7 +461,7 @@ def cluster_for(row: Row, which: str) -> Cluster:
         return load_cluster(own)
     if which == "typical":
         return typical_cluster(gpu)
-    fitted = [load_cluster(name) for name in FITS if name != own]
+    fitted = [load_cluster(name) for name in FITS if name not in (own, NODES_2025)]
     return with_mean_shares([cluster for cluster in fitted if cluster.gpu == gpu] or fitted)
 
 
