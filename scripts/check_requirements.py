@@ -10,6 +10,8 @@ a second. It needs nothing but the standard library.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
 import sys
 from importlib import metadata
@@ -62,14 +64,10 @@ def _holds(have: tuple[int, ...], operator: str, limit: tuple[int, ...]) -> bool
 
 def requirements(extras: list[str]) -> list[str]:
     """Return the dependencies in pyproject.toml, with `extras`. Raises ImportError without a TOML reader."""
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        try:
-            import tomli as tomllib
-        except ImportError:  # a bare Python 3.10: pip brings a copy
-            from pip._vendor import tomli as tomllib
-    project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
+    found = (name for name in ("tomllib", "tomli") if importlib.util.find_spec(name) is not None)
+    # A bare Python 3.10 has only pip's copy.
+    toml = importlib.import_module(next(found, "pip._vendor.tomli"))
+    project = toml.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     return [
         *project["dependencies"],
         *(line for extra in extras for line in project["optional-dependencies"][extra]),

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.fusion import fused_bytes
 from torchtitan_like.plan.gpus import Gpu
@@ -20,8 +22,7 @@ PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 
 # Tiles of cuBLAS's kernels (rows, columns), and their speed relative to the largest ones.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
-# The k of a matrix product that takes as long as loading its first and last tiles: 512 bytes.
-RAMP = {"float8": 512, "bfloat16": 256, "float32": 128}
+RAMP_BYTES = 512  # the k of a matrix product that takes as long as loading its first and last tiles
 
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
@@ -65,7 +66,7 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return FLOPs / rate, at least the time of its bytes.
 
     The rate is the peak of the dtype, times the cluster's efficiency. On a GPU, this is multiplied by
-    the share of the multiprocessors' tiles that hold results, and by k / (k + RAMP).
+    the share of the multiprocessors' tiles that hold results, and by k / (k + 512 bytes).
     """
     peak = peak_flops(item.dtype, gpu)
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
@@ -97,14 +98,16 @@ def _even_groups(
 def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int, dtype: str) -> float:
     """Return the share of the peak that tiles and waves allow.
 
-    operands: (..., m, k) and (..., k, n) of `dtype`, then anything. 1.0 for others, such as convolutions, and
-    without multiprocessors. Products of a batch have tiles of their own, however small they are.
+    operands: (..., m, k) and (..., k, n) of `dtype`, then anything. 1.0 for others, such as
+    convolutions, and without multiprocessors. Products of a batch have tiles of their own, however
+    small they are.
     """
     if multiprocessors == 0 or len(operands) < 2 or min(len(operands[0]), len(operands[1])) < 2:
         return 1.0
     (m, k), n = operands[0][-2:], operands[1][-1]
     batch = math.prod(operands[0][:-2])
-    ramp = k / (k + RAMP[_peak_name(dtype)])
+    element: torch.dtype = getattr(torch, dtype)
+    ramp = k / (k + RAMP_BYTES / element.itemsize)
     area = batch * m * n
     tile = 128 * 128
     covered = batch * math.ceil(m / 128) * math.ceil(n / 128) * tile if batch > 1 else area
@@ -116,15 +119,10 @@ def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int, dtype:
     return max(shares) * ramp
 
 
-def _peak_name(dtype: str) -> str:
-    """Return the name of a recorded dtype in `Gpu.peak_tflops`."""
-    name = "float8" if dtype.startswith("float8") else dtype
-    return "bfloat16" if name == "float16" else name
-
-
 def peak_flops(dtype: str, gpu: Gpu) -> float:
     """Return the peak FLOP/s of a dtype as the recording names it."""
-    name = _peak_name(dtype)
+    name = "float8" if dtype.startswith("float8") else dtype
+    name = "bfloat16" if name == "float16" else name
     if name not in gpu.peak_tflops:
         raise ValueError(
             f"{gpu.name} has no matrix products in {dtype}. Expected one of "

@@ -131,9 +131,13 @@ def find_repeated(recording: Recording) -> tuple[set[int], dict[int, int]]:
 
     A compiled block computes an expression once: three projections of one input cast it to float8
     once. Backward and the recomputation before it are one graph. Views are told apart only by their
-    size, so only kernels that read whole tensors count.
+    size, so only kernels that read whole tensors count. A result that is changed in place is not the
+    same as its first copy.
     """
     sizes = {event.id: event.num_bytes for event in recording.events if isinstance(event, Alloc)}
+    changed = {
+        storage for item in recording.work if item.op.endswith("_") for storage, _ in item.writes
+    }
     repeated: set[int] = set()
     first_copy: dict[int, int] = {}
     versions: Counter[int] = Counter()  # changes in place
@@ -150,6 +154,8 @@ def find_repeated(recording: Recording) -> tuple[set[int], dict[int, int]]:
             versions.update(storage for storage, _ in item.writes)
             continue
         if not item.writes or any(sizes.get(s) != n for s, n in (*item.reads, *item.writes)):
+            continue
+        if any(storage in changed for storage, _ in item.writes):
             continue
         operands = [first_copy.get(storage, storage) for storage, _ in item.reads]
         key = (
@@ -176,7 +182,7 @@ _RESULTS: tuple[Category, ...] = ("activations", "activation gradients", "commun
 def fused_memory(recording: Recording) -> Recording:
     """Return a recording whose compiled blocks keep their results no longer than they need them.
 
-    - A result that only the rest of its kernel reads is never in memory.
+    - A result that nothing reads, or only the rest of its kernel, is never in memory.
     - A later kernel of the block computes it again if the operands are in memory. So the backward
       applies an activation function again, and the forward saves only its operand.
     - A result ends with its last use. Per-op checkpointing saves the result of every listed

@@ -280,11 +280,18 @@ def _describe(func: Any) -> _Operator:
         func.namespace,
         allocates,
         launches,
-        torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd"),
+        _is_composite(func.name()),
         tuple(argument.name for argument in schema.arguments),
         flops,
         WORKSPACES.get(name),
     )
+
+
+def _is_composite(name: str) -> bool:
+    """Return whether an operator is always divided. silu_backward, for one, also has kernels."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    is_kernel = any(has_kernel(name, key) for key in ("CPU", "CUDA", "Meta"))
+    return has_kernel(name, "CompositeImplicitAutograd") and not is_kernel
 
 
 def _flag(

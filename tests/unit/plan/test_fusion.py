@@ -131,6 +131,20 @@ def test_a_block_computes_an_expression_once() -> None:
     assert find_repeated(recording) == (set(), {})
 
 
+def test_a_result_that_is_changed_in_place_is_not_the_first_copy() -> None:
+    written = Written()
+    written.step("mm", 1, to=2)
+    written.step("silu", 2, to=3)
+    written.step("mul", 3, to=4)
+    written.step("silu", 2, to=5)
+    written.step("mm", 4, to=7)
+    written.step("mul_", 5, 7, to=5)
+    written.step("mm", 5, to=6)
+    recording = freed(written, t2=7, t3=7, t4=7, t5=7, t7=7)
+    repeated, first_copy = find_repeated(recording)
+    assert not repeated and find_needed(recording, first_copy) == [True] * 7
+
+
 def test_fusion_saves_launches() -> None:
     gpu = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0})
     cluster = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.5, 0.0)

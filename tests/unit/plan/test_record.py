@@ -32,6 +32,13 @@ def test_causal_attention_is_marked() -> None:
     assert [item.is_causal for item in recorded("attention", recorder)] == [True, False]
 
 
+def test_an_operator_with_a_kernel_of_its_own_is_recorded_as_one() -> None:
+    with Recorder("cpu") as recorder:
+        x = torch.ones(4, requires_grad=True)
+        torch.nn.functional.silu(x).backward(torch.ones(4))
+    assert len(recorded("silu_backward", recorder)) == 1
+
+
 def test_an_operator_of_a_tensor_subclass_is_recorded_as_those_that_it_calls() -> None:
     """A subclass is called below autograd, where `contiguous` is not yet a copy."""
     with FakeTensorMode(), Recorder("cpu") as recorder, torch._C._AutoDispatchBelowAutograd():
