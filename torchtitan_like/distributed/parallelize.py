@@ -26,6 +26,7 @@ from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.converters import convert
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.util import registry
+from torchtitan_like.util.compile import compile_function
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import (
@@ -350,7 +351,7 @@ def compile_blocks(
     if exchanges_rows:
         torch._dynamo.config.capture_scalar_outputs = True
     for block in blocks.values():
-        compiled = torch.compile(
+        forward = compile_function(
             block.forward, backend=backend, options=options or None, fullgraph=True
         )
-        block.forward = on_local_parameters(block, compiled)
+        block.forward = on_local_parameters(block, forward)

@@ -33,6 +33,7 @@ from torchtitan_like.distributed.bucketing import bucketing_backend
 from torchtitan_like.distributed.collectives import arrived
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.views import View, on_local_parameters, to_local, view_parameter
+from torchtitan_like.util.compile import compile_function
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -154,10 +155,10 @@ def compile_model(
         process_groups = (layout.shards, layout.replicas)
         groups = [group.group_name for group in process_groups if group is not None]
         backend, options = bucketing_backend(backend, buckets, groups, options), None
-    compiled = torch.compile(
+    forward = compile_function(
         model.forward, backend=backend, options=options or None, fullgraph=True
     )
-    model.forward = on_local_parameters(model, compiled)
+    model.forward = on_local_parameters(model, forward)
 
 
 class _Layout(NamedTuple):

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from torchtitan_like.models.layers.head import LossWithTokens
+from torchtitan_like.util.compile import compile_function
 from torchtitan_like.util.labels import IGNORED_LABEL
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def chunked_cross_entropy(
         gathers_logits = True
     if compile_backend is not None:
         # Dynamo of torch 2.11 rejects the compiled function without `partial`.
-        body = partial(torch.compile(_softmax, backend=compile_backend))
+        body = partial(compile_function(_softmax, backend=compile_backend))
     logits_per_token: int | None = None
     if shards is not None and gathers_logits:
         body = partial(_softmax_of_gathered, shards, body)
@@ -98,8 +99,8 @@ def chunked_cross_entropy(
         local_softmax: Callable[..., Any] = _local_softmax
         gradient: Callable[..., Any] = _softmax_gradient
         if compile_backend is not None:
-            local_softmax = torch.compile(local_softmax, backend=compile_backend)
-            gradient = torch.compile(gradient, backend=compile_backend)
+            local_softmax = compile_function(local_softmax, backend=compile_backend)
+            gradient = compile_function(gradient, backend=compile_backend)
         body = partial(_softmax_over_ranks, shards, local_softmax, gradient)
         logits_per_token = shards.max_size
 

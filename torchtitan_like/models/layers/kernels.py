@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtitan_like.util.compile import compile_function
+
 # (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads,
 # each shared by a group of adjacent query heads.
 Core = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
@@ -226,4 +228,4 @@ def _compiled(function: Any, example: Tensor) -> Any:
 
 @functools.cache
 def _compile_once(function: Any) -> Any:
-    return torch.compile(function)
+    return compile_function(function)
