@@ -5,7 +5,7 @@ give the same element to different threads, for example when a kernel reads bflo
 float32. In torch 2.11 to 2.14 the threads do not wait for each other in between
 (pytorch/pytorch#190517), so a thread may load what the memory contained before. Compiled MoE models
 in bfloat16 had gradients of a hundred times the right norm, with the right loss
-(`docs/benchmarks/moe-gradients.md`).
+(`docs/benchmarks/2026-11-26-moe-gradients-h200.md`).
 """
 
 from __future__ import annotations
