@@ -304,6 +304,22 @@ def test_attention_that_a_device_cannot_compute_is_reported(
     assert message in problem and bool(message) == bool(problem)
 
 
+@pytest.mark.parametrize(
+    ("capability", "widest"),
+    [((7, 5), 0), ((8, 0), 256), ((8, 9), 192), ((9, 0), 256), ((12, 0), 192)],
+)
+def test_a_compiled_model_can_ask_for_the_heads_of_the_flash_kernel(
+    monkeypatch, capability, widest
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    ask = torch.compile(
+        lambda x: x + kernels._widest_flash_head(0), backend="eager", fullgraph=True
+    )
+    torch.compiler.reset()
+    assert ask(torch.zeros(1)) == widest
+
+
 # ---- on a GPU
 
 

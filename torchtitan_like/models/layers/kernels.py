@@ -208,12 +208,22 @@ def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
     A device that only plans has no kernels, and stands for a GPU of compute capability 8.0 or newer.
     """
-    if q.is_cpu or q.shape[-1] % 8:
+    if q.is_cpu or q.shape[-1] % 8 or q.dtype not in _HALF:
         return False
-    if not q.is_cuda:
-        return q.dtype in _HALF
-    params = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, False, q.shape[1] != k.shape[1])
-    return torch.backends.cuda.can_use_flash_attention(params)
+    return not q.is_cuda or q.shape[-1] <= _widest_flash_head(q.get_device())
+
+
+@torch.compiler.assume_constant_result
+def _widest_flash_head(device: int) -> int:
+    """Return the widest head that CUDA's flash kernel and its backward support on a device; 0: none.
+
+    As in torch's `sdp_utils.cpp`. Its own check, `can_use_flash_attention`, cannot be compiled.
+    """
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0) or not torch.backends.cuda.is_flash_attention_available():
+        return 0
+    has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
+    return 192 if has_small_shared_memory else 256
 
 
 def _compiled(function: Any, example: Tensor) -> Any:
