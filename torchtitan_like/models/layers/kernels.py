@@ -213,7 +213,7 @@ def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not q.is_cuda or q.shape[-1] <= _widest_flash_head(q.get_device())
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _widest_flash_head(device: int) -> int:
     """Return the widest head that CUDA's flash kernel and its backward support on a device; 0: none.
 
