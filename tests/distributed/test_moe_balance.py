@@ -35,6 +35,9 @@ METHODS = {
     "in turn": {"debug.moe_force_load_balance": "true"},
 }
 LOAD_BALANCE = "model.args.load_balance"
+# Micro-batches of a pipeline save what the backward of others changes.
+BOTH = "compile and recompute"
+OPTIONS = OPTIONS | {BOTH: {**OPTIONS["compile"], "activation_checkpoint.mode": "full"}}
 LOCAL_4 = {"training.local_batch_size": 4}
 EVERY_RUN = [
     ("fsdp", "together", "bias"),
@@ -44,6 +47,7 @@ EVERY_RUN = [
     ("fsdp", "compile", "global"),
     ("tp", "together", "in turn"),
     ("ep-etp", "together", "sequence"),
+    ("pp-1f1b", BOTH, "sequence"),
 ]
 NIGHTLY = [
     (layout, option, method)
@@ -74,7 +78,7 @@ def run(folder, layout, option, method, mutation=""):
     expected = reference(one_rank, layers, experts, method, option == "together")
     pp = cell.get("parallelism.pipeline_parallel_degree", 1)
     data_ranks = ranks // (cell.get(TP, 1) * pp * cell.get(CP, 1))
-    local = 8 // data_ranks if option == "compile" else min(2, 4 // data_ranks)
+    local = min(2, 4 // data_ranks) if option == "together" else 8 // data_ranks
     overrides = {**cell, "training.local_batch_size": local, **OPTIONS[option], **METHODS[method]}
     argv = settings(str(folder / layout), overrides.pop("model.args.n_layers", 2), **overrides)
     return expected, run_ranks(run_cell, ranks, argv, mutation, timeout=120)[0]

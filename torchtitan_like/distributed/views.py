@@ -52,6 +52,10 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
     Its graph then contains no DTensors, which is faster. It is also required: a checkpointed block
     that saves a DTensor's mesh does not run (torch 2.13). Views remain in the graph; all must be
     registered before the first call.
+
+    Each call reads the buffers in a module's `changed_in_backward` through aliases of its own. The
+    backward of one micro-batch changes them while others wait for theirs. Compiled code saves such
+    buffers for the backward, and refuses one that has changed since (torch 2.13).
     """
 
     @cache
@@ -62,18 +66,28 @@ def on_local_parameters(module: nn.Module, forward: Callable[..., Any]) -> Calla
             for name in owner.__dict__.get("_parameter_views", ())
         ]
 
+    @cache
+    def changed() -> list[tuple[dict[str, Any], str]]:
+        return [
+            (owner._buffers, name)
+            for owner in module.modules()
+            for name in getattr(owner, "changed_in_backward", ())
+        ]
+
     def run(*args: Any, **kwargs: Any) -> Any:
         entries = [(parameters, name, parameters[name]) for parameters, name in viewed()]
-        if not entries:
-            return forward(*args, **kwargs)
-        local_tensors = _SeparateGradients.apply(*(to_local(p) for _, _, p in entries))
+        buffers = [(tensors, name, tensors[name]) for tensors, name in changed()]
+        replacements: list[Any] = [buffer.data for _, _, buffer in buffers]
+        if entries:
+            replacements[:0] = _SeparateGradients.apply(*(to_local(p) for _, _, p in entries))
+        entries += buffers
         try:
-            for (parameters, name, _), local in zip(entries, local_tensors, strict=True):
-                parameters[name] = local
+            for (tensors, name, _), replacement in zip(entries, replacements, strict=True):
+                tensors[name] = replacement
             return forward(*args, **kwargs)
         finally:
-            for parameters, name, parameter in entries:
-                parameters[name] = parameter
+            for tensors, name, tensor in entries:
+                tensors[name] = tensor
 
     return run
 

@@ -213,7 +213,6 @@ def _is_flash_possible(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return not q.is_cuda or q.shape[-1] <= _widest_flash_head(q.get_device())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _widest_flash_head(device: int) -> int:
     """Return the widest head that CUDA's flash kernel and its backward support on a device; 0: none.
 
@@ -224,6 +223,10 @@ def _widest_flash_head(device: int) -> int:
         return 0
     has_small_shared_memory = (8, 6) <= capability <= (8, 9) or capability[0] == 12
     return 192 if has_small_shared_memory else 256
+
+
+# As `torch.compiler.assume_constant_result`, which would import torch's compiler here.
+_widest_flash_head._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _compiled(function: Any, example: Tensor) -> Any:

@@ -204,6 +204,8 @@ class MoE(nn.Module):
     loss_scale: 1 / the tokens of a step on all ranks; None: backward adds no router losses.
     """
 
+    changed_in_backward = ("tokens_per_expert", "router_sums")
+
     expert_bias: Tensor | None
     load_fractions: Tensor | None
 
