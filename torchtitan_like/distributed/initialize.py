@@ -4,36 +4,35 @@ An element's value depends only on the seed, the parameter's name, and the eleme
 full parameter. So each rank computes exactly its own elements, without communication.
 
 The generator is counter-based (splitmix64), followed by the inverse CDF of the normal distribution.
-Both use only operations that IEEE 754 defines to the last bit (+ - * / sqrt, and integers). So the
-weights are equal for any number of threads, CPU capability, machine, and torch version. (The
-results of `normal_` and `torch.special.ndtri` are not.)
+Both use only operations that IEEE 754 defines to the last bit (+ - * / sqrt, and integers), each in
+a kernel of its own: a fused product and sum rounds once instead of twice. So the weights are equal
+for any device, number of threads, CPU capability, and torch version. (The results of `normal_` and
+`torch.special.ndtri` are not.) None of this may be compiled.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
 from torchtitan_like.util.positions import local_positions
-from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble
+from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble, scramble_tensor, tensor_key
 
 if TYPE_CHECKING:
     from torchtitan_like.models.spec import InitRule
 
-Floats = npt.NDArray[np.float64]
-Integers = npt.NDArray[np.uint64]
 InitTable = tuple[tuple[str, "InitRule"], ...]
 
-# Elements drawn at a time: temporaries fit into a core's cache.
+# Elements drawn at a time. On a CPU temporaries fit into a core's cache; elsewhere they take up to
+# 0.6 GiB.
 BLOCK = 32_768
+DEVICE_BLOCK = 2**22
 
 
 def materialize(model: Any, device: torch.device) -> None:
@@ -82,9 +81,9 @@ def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
             local.fill_(float(rule.kind == "ones"))
             continue
         # Round to fp32 first: a bf16 model starts from the rounded weights of the fp32 model.
-        key, dtype = _key(seed, name), torch.promote_types(local.dtype, torch.float32)
-        for index, block in _blocks(local, parameter):
-            block.copy_(torch.from_numpy(_draw(key, index, rule)).to(dtype))
+        key, dtype = tensor_key(seed, name), torch.promote_types(local.dtype, torch.float32)
+        for states, block in _blocks(local, parameter, key, first=1):
+            block.copy_(_draw(states, rule).to(dtype))
 
 
 @torch.no_grad()
@@ -100,11 +99,12 @@ def weight_hash(model: nn.Module) -> int:
         local, counts = _owned(parameter)
         if not counts:
             continue
-        key = _key(0, name)
-        for index, values in _blocks(local, parameter):
-            bits = values.to(torch.float32).cpu().numpy().view(np.uint32).astype(np.uint64)
-            mixed = scramble(scramble(index * GOLDEN_GAMMA + key) + bits)
-            total += int(mixed.sum(dtype=np.uint64))
+        key, share = tensor_key(0, name), torch.zeros((), dtype=torch.int64, device=local.device)
+        for states, values in _blocks(local, parameter, key):
+            bits = values.to(torch.float32).view(torch.int32).to(torch.int64)
+            bits &= 0xFFFFFFFF
+            share += _scramble(_scramble(states) + bits).sum()
+        total += int(share)
     return total % 2**64
 
 
@@ -141,7 +141,7 @@ def _unwrapped(local: Any) -> Tensor:
     return inner
 
 
-def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
+def _global_index(parameter: Any) -> list[Tensor]:
     """For each dimension, return the indices in the full parameter of this rank's local positions.
 
     Raises ValueError if the result is not the local shape.
@@ -154,48 +154,60 @@ def _global_index(parameter: Any) -> list[npt.NDArray[np.int64]]:
             f"a parameter {tuple(parameter.shape)} placed as {parameter.placements} should have the "
             f"local shape {expected}, but has {actual}"
         )
-    return [indices.numpy() for indices in positions]
+    return positions
 
 
-def _blocks(local: Tensor, parameter: Tensor) -> Iterator[tuple[Integers, Tensor]]:
-    """Yield (flat indices in the full parameter, view of `local`) of at most BLOCK elements each."""
-    *leading, last = _global_index(parameter)
-    starts = np.zeros(1, dtype=np.int64)
+def _blocks(
+    local: Tensor, parameter: Tensor, key: int, first: int = 0
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (states of splitmix64, int64; view of `local`), some elements at a time.
+
+    The state of an element is key + (first + its index in the flattened full parameter) gamma.
+    """
+    *leading, columns = (positions.to(local.device) for positions in _global_index(parameter))
+    row_starts = torch.zeros(1, dtype=torch.int64, device=local.device)
     for size, positions in zip(parameter.shape, leading, strict=False):
-        starts = (starts[:, None] * size + positions).ravel()
-    row_starts: Integers = (starts * parameter.shape[-1]).astype(np.uint64)
-    columns: Integers = last.astype(np.uint64)
+        row_starts = (row_starts[:, None] * size + positions).flatten()
+    row_states = (row_starts * parameter.shape[-1] + first).mul_(SIGNED_GAMMA).add_(key)
+    column_states = columns * SIGNED_GAMMA
     rows = local.view(-1, local.shape[-1]) if local.numel() else local.new_empty(0, 1)
-    height, width = max(BLOCK // max(len(columns), 1), 1), min(BLOCK, len(columns))
+    block = BLOCK if local.is_cpu else DEVICE_BLOCK
+    height, width = max(block // max(len(columns), 1), 1), max(min(block, len(columns)), 1)
     for top in range(0, rows.shape[0], height):
         for left in range(0, rows.shape[1], width):
-            index: Integers = row_starts[top : top + height, None] + columns[left : left + width]
-            yield index, rows[top : top + height, left : left + width]
+            states = row_states[top : top + height, None] + column_states[left : left + width]
+            yield states, rows[top : top + height, left : left + width]
 
 
 # ---- random numbers
 
 
-def _key(seed: int, name: str) -> np.uint64:
-    """Return the start of a parameter's sequence of random numbers."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    key: np.uint64 = np.uint64(int.from_bytes(digest, "little"))
-    return key
+def _uses_numpy(tensor: Tensor) -> bool:
+    """On a CPU numpy takes half of torch's time, and torch's `sqrt` is not correctly rounded there."""
+    return tensor.is_cpu
 
 
-def _draw(key: np.uint64, index: Integers, rule: InitRule) -> Floats:
-    """Return the values of the elements at `index`, in float64."""
-    bits = scramble((index + np.uint64(1)) * GOLDEN_GAMMA + key)
+def _scramble(values: Tensor) -> Tensor:
+    """`scramble` for an int64 tensor, in place."""
+    if not _uses_numpy(values):
+        return scramble_tensor(values)
+    scramble(values.numpy().view(np.uint64))
+    return values
+
+
+def _draw(states: Tensor, rule: InitRule) -> Tensor:
+    """Return the value of each element in float64. Changes `states`."""
+    bits = _scramble(states)
     # 52 bits plus a half: with 53 bits the half is lost above 0.5, and the largest value becomes 1.
-    uniform = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
+    uniform = (bits >> 12).bitwise_and_(2**52 - 1).to(torch.float64).add_(0.5).mul_(2.0**-52)
     if rule.kind == "trunc_normal":
         # Map to the CDF's range between the bounds, so that every draw is used. The range is
         # rounded inward to 40 bits: libm's last bits have no effect, and no value exceeds a bound.
         below = math.ceil(0.5 * math.erfc(rule.bound / math.sqrt(2.0)) * 2**40) * 2.0**-40
-        uniform = uniform * (1.0 - 2.0 * below) + below
-    values = normal_quantile(uniform)
+        uniform.mul_(1.0 - 2.0 * below).add_(below)
+    values: Any = normal_quantile(uniform.numpy() if _uses_numpy(uniform) else uniform)
     values *= rule.std
-    return values
+    return torch.as_tensor(values)
 
 
 # Wichura (1988), "Algorithm AS 241: The percentage points of the normal distribution", PPND16: 16
@@ -220,28 +232,32 @@ _FAR_TAIL = (
 )  # fmt: skip
 
 
-def normal_quantile(p: Floats) -> Floats:
-    """Return z with P(standard normal < z) = p, for 0 < p < 1."""
+def normal_quantile(p: Any) -> Any:
+    """Return z with P(standard normal < z) = p, for 0 < p < 1.
+
+    p: float64, a tensor or an array of numpy, as the result.
+    """
     q = p - 0.5
     z = _ratio(_CENTER, 0.180625 - q * q)
     z *= q
-    outer = np.nonzero(np.abs(q) > 0.425)
-    tail = np.minimum(p[outer], 1.0 - p[outer])
-    r = np.sqrt(-_log(tail))
+    library: Any = torch if isinstance(p, Tensor) else np
+    outer = library.where(abs(q) > 0.425)
+    tail = library.minimum(p[outer], 1.0 - p[outer])
+    r = library.sqrt(-_log(tail, library))
     size = _ratio(_TAIL, r - 1.6)
-    far = np.nonzero(r > 5.0)
+    far = library.where(r > 5.0)
     size[far] = _ratio(_FAR_TAIL, r[far] - 5.0)
-    z[outer] = np.copysign(size, q[outer])
+    z[outer] = library.copysign(size, q[outer])
     return z
 
 
-def _ratio(coefficients: tuple[Iterable[float], Iterable[float]], x: Floats) -> Floats:
+def _ratio(coefficients: tuple[Iterable[float], Iterable[float]], x: Any) -> Any:
     above, below = (_polynomial(c, x) for c in coefficients)
     above /= below
     return above
 
 
-def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
+def _polynomial(coefficients: Iterable[float], x: Any) -> Any:
     """Horner's rule, highest power first.
 
     Product and sum are rounded separately: a fused operation differs between machines.
@@ -255,15 +271,18 @@ def _polynomial(coefficients: Iterable[float], x: Floats) -> Floats:
     return total
 
 
-def _log(x: Floats) -> Floats:
-    """Natural logarithm of normal numbers above 0, to 16 digits. Numpy's depends on CPU capability.
+def _log(x: Any, library: Any) -> Any:
+    """Natural logarithm of normal numbers above 0, to 16 digits. Those of numpy and torch depend on
+    the machine.
 
     x = m 2^e with 0.7 < m < 1.42; log m = 2 atanh(s) = 2 (s + s^3 / 3 + ...), s = (m - 1) / (m +
     1), |s| < 0.18.
     """
-    m, e = np.frexp(x)
-    small = m < math.sqrt(0.5)
-    m = np.where(small, 2.0 * m, m)
+    m, e = library.frexp(x)
+    is_small = m < math.sqrt(0.5)
+    m = library.where(is_small, 2.0 * m, m)
+    e = library.where(is_small, e - 1, e)
     s = (m - 1.0) / (m + 1.0)
     series = _polynomial([1.0 / k for k in range(21, 0, -2)], s * s)
-    return 2.0 * s * series + (e - small) * math.log(2.0)
+    exponent = e * library.ones_like(m)  # in float64
+    return 2.0 * s * series + exponent * math.log(2.0)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.optim.gated import GatedOptimizer, assign, local
-from torchtitan_like.optim.rounding import random_bits, random_key, round_stochastically
+from torchtitan_like.optim.rounding import random_bits, round_stochastically
+from torchtitan_like.util.splitmix import tensor_key
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
@@ -121,7 +122,7 @@ class Elementwise(GatedOptimizer):
             index = index.unsqueeze(-1) * size + positions
         rounded = {}
         for name in names:
-            key = random_key(self._seed, f"{self._names[p]}.{name}")
+            key = tensor_key(self._seed, f"{self._names[p]}.{name}")
             bits = random_bits(key, values["step"], index)
             rounded[name] = round_stochastically(values[name], bits)
         return values | rounded

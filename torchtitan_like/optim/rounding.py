@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import torch
 from torch import Tensor
 
-from torchtitan_like.util.splitmix import GOLDEN_GAMMA
-
-# Multipliers of splitmix64 (Steele et al. 2014) and the constant of `util.splitmix`, as signed
-# integers: torch's int64 wraps as uint64 does.
-_GOLDEN_GAMMA = int(GOLDEN_GAMMA) - 2**64
-_FIRST = 0xBF58476D1CE4E5B9 - 2**64
-_SECOND = 0x94D049BB133111EB - 2**64
-
-
-def random_key(seed: int, name: str) -> int:
-    """Return the start of a tensor's sequence of random numbers, as a signed 64-bit integer."""
-    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble_tensor
 
 
 def random_bits(key: int, step: Tensor, index: Tensor) -> Tensor:
@@ -28,8 +14,8 @@ def random_bits(key: int, step: Tensor, index: Tensor) -> Tensor:
     key: of the tensor. step: 0-dim, number of the update. index: int64, of the elements in the
     full tensor.
     """
-    start = _scramble(step.to(torch.int64) * _GOLDEN_GAMMA + key)
-    return (_scramble(start + index * _GOLDEN_GAMMA) & 0xFFFF).to(torch.int32)
+    start = scramble_tensor(step.to(torch.int64) * SIGNED_GAMMA + key)
+    return (scramble_tensor(start + index * SIGNED_GAMMA) & 0xFFFF).to(torch.int32)
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
@@ -40,15 +26,3 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     raised = (values.view(torch.int32) + bits) & -0x10000
     rounded = torch.where(values.isfinite(), raised.view(torch.float32), values)
     return rounded.to(torch.bfloat16)
-
-
-def _scramble(x: Tensor) -> Tensor:
-    """Return splitmix64's mix of 64-bit integers; equal to `util.splitmix.scramble`."""
-    x = (x ^ _shift_right(x, 30)) * _FIRST
-    x = (x ^ _shift_right(x, 27)) * _SECOND
-    return x ^ _shift_right(x, 31)
-
-
-def _shift_right(x: Tensor, num_bits: int) -> Tensor:
-    """Shift without copies of the sign."""
-    return (x >> num_bits) & ((1 << (64 - num_bits)) - 1)

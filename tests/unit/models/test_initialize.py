@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.distributed import initialize as subject
 from torchtitan_like.distributed.initialize import BLOCK, initialize, materialize, weight_hash
 from torchtitan_like.models import InitRule, get_spec, resolve_args
 
@@ -319,7 +320,48 @@ def build_strided_shards():
     )
 
 
-def test_the_quantile_is_exact_to_4e_15():
+RULES = [
+    InitRule("normal", 1.0),
+    InitRule("trunc_normal", 0.02, 3.0),
+    InitRule("trunc_normal", 1.0, 0.1),
+]
+
+
+def compute_with_torch(monkeypatch):
+    """MKL, whose square roots torch takes on a CPU, does not round them correctly, as CUDA does."""
+    monkeypatch.setattr(subject, "_uses_numpy", lambda tensor: False)
+    monkeypatch.setattr(torch, "sqrt", lambda x: torch.from_numpy(np.sqrt(x.numpy())))
+
+
+@pytest.mark.parametrize("start", [0, 2**31 - 500, 2**40 + 1])
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_torch_draws_and_hashes_what_numpy_does(monkeypatch, rule, start):
+    """Devices compute with torch, CPUs with numpy: compared on CPU tensors, bit by bit."""
+    key = subject.tensor_key(3, "weight")
+    states = torch.arange(start, start + 100_001) * subject.SIGNED_GAMMA + key
+    holder = Holder(weight=(33, 1, 77))
+    initialize(holder, (("*", rule),), 5)
+    expected = subject._draw(states.clone(), rule), holder.weight.clone(), weight_hash(holder)
+    compute_with_torch(monkeypatch)
+    initialize(holder, (("*", rule),), 5)
+    assert torch.equal(subject._draw(states.clone(), rule), expected[0])
+    assert torch.equal(holder.weight, expected[1]) and weight_hash(holder) == expected[2]
+
+
+@pytest.mark.gpu
+def test_a_gpu_has_the_weights_of_a_cpu():
+    args = resolve_args(LLAMA, "debugmodel", {"max_seq_len": 32})
+    with torch.device("meta"):
+        model = LLAMA.build(args)
+    materialize(model, torch.device("cuda"))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    initialize(model, LLAMA.init_table(args), 42)
+    assert weight_hash(model) == DEBUGMODEL_HASH
+    assert torch.cuda.max_memory_allocated() - before < 2**30
+
+
+def test_the_quantile_is_exact_to_4e_15(monkeypatch):
     from torchtitan_like.distributed.initialize import normal_quantile
 
     p = np.concatenate(
@@ -327,3 +369,5 @@ def test_the_quantile_is_exact_to_4e_15():
     )
     expected = np.array([statistics.NormalDist().inv_cdf(float(x)) for x in p])
     np.testing.assert_allclose(normal_quantile(p), expected, rtol=4e-15, atol=1e-16)
+    compute_with_torch(monkeypatch)
+    assert normal_quantile(torch.from_numpy(p)).tolist() == normal_quantile(p).tolist()

@@ -9,9 +9,9 @@ import torch
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
-from torchtitan_like.optim.rounding import random_bits, random_key, round_stochastically
+from torchtitan_like.optim.rounding import random_bits, round_stochastically
 from torchtitan_like.util.positions import local_positions
-from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble
+from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble, tensor_key
 
 SKIP, KEEP = torch.ones(()), torch.zeros(())
 
@@ -159,7 +159,7 @@ def test_stochastic_rounding_does_not_depend_on_shards():
 
 def test_random_bits_are_those_of_splitmix():
     index = torch.arange(1000)
-    key = random_key(5, "w.weight")
+    key = tensor_key(5, "w.weight")
     bits = random_bits(key, torch.tensor(7.0), index)
     start = scramble(np.array([7], np.uint64) * GOLDEN_GAMMA + np.uint64(key % 2**64))
     expected = scramble(start + index.numpy().astype(np.uint64) * GOLDEN_GAMMA)
