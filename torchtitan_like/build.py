@@ -32,6 +32,8 @@ from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.models.layers import kernels
+from torchtitan_like.models.layers.grouped_linear import select_product
 from torchtitan_like.models.layers.moe import describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
@@ -242,10 +244,30 @@ def build_model(
         with_tokens=with_tokens,
         token_loss=_token_loss(loss.name, settings),
     )
+    training = sections.training
+    kernels.select_backend(training.attention_backend)
+    select_product(training.grouped_mm)
     args = fit_positions(args, max_seq_len)
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
-    dtype = DTYPES[sections.training.mixed_precision_param]
-    return built._replace(lines=[*built.lines, *describe_experts(built.parts, dtype)])
+    dtype = DTYPES[training.mixed_precision_param]
+    lines = [*built.lines, *describe_experts(built.parts, dtype)]
+    return built._replace(lines=lines)
+
+
+def describe_attention(args: Any, training: Training, seq_len: int, device: torch.device) -> str:
+    """Return the log line on what computes the attention of a model with these sizes; or ""."""
+    attn_type = getattr(args, "attn_type", "")
+    if not attn_type:
+        return ""
+    if attn_type != "sdpa" and device.type != "cpu":
+        return f"Attention: {attn_type}"
+    heads = (args.n_heads, getattr(args, "n_kv_heads", None) or args.n_heads)
+    dtype = DTYPES[training.mixed_precision_param]
+    backend = kernels.describe_backend(heads, seq_len, args.head_dim, dtype, device)
+    return (
+        f"Attention: scaled_dot_product_attention by the {backend} backend where it is causal "
+        f'(training.attention_backend = "{training.attention_backend}")'
+    )
 
 
 def _token_loss(name: str, settings: Settings) -> TokenLoss | None:

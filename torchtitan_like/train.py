@@ -45,6 +45,7 @@ from torchtitan_like.build import (
     build_optimizer,
     build_replica_groups,
     build_semi_sync_method,
+    describe_attention,
     longest_sequence,
     model_sections,
 )
@@ -224,18 +225,20 @@ class Trainer:
         logger.info(f"Building {name} with {self.args}")
         logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
         sections = model_sections(config)
+        seq_len = longest_sequence(config.training, config.validation)
         model = build_model(
             sections,
             config.loss,
             world,
             self.spec,
             self.args,
-            max_seq_len=longest_sequence(config.training, config.validation),
+            max_seq_len=seq_len,
             num_samples=self.geometry.samples_per_rank,
             with_tokens=bool(self.batches.sources),
             settings=config.extra_sections,
         )
-        for line in model.lines:
+        attention = describe_attention(self.args, config.training, seq_len, world.device)
+        for line in [*model.lines, *([attention] if attention else [])]:
             logger.info(line)
         self.parts = model.parts
         self.pipeline = model.pipeline

@@ -414,6 +414,19 @@ class Training(Section):
     mixed_precision_reduce: Literal["bfloat16", "float32", "float64"] = field(
         "float32", "Type in which gradients are reduced.", affects="numerics"
     )
+    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = field(
+        "auto",
+        'Backend of torch\'s scaled_dot_product_attention (attn_type = "sdpa"). auto: torch '
+        "chooses among those that are not known to be wrong for the shapes.",
+        affects="numerics",
+    )
+    grouped_mm: Literal["auto", "kernel", "padded", "loop"] = field(
+        "auto",
+        "Matrix products of experts. kernel: one torch.nn.functional.grouped_mm. padded: the same, "
+        "each expert's rows filled with zeros to a multiple of 16. loop: one product for each "
+        "expert. auto: kernel where it accepts the sizes, else loop.",
+        affects="numerics",
+    )
     gc_freq: int = field(
         50,
         "Collect Python's garbage every this many steps on all ranks. 0: Python decides.",

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
-from torchtitan_like.models.attention_rules import unsupported_attention
+from torchtitan_like.models.attention_rules import unsupported_attention, unsupported_backend
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
-from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
+from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -115,6 +115,17 @@ def check_attention(run: RunContext) -> Iterator[Problem]:
     if reason:
         expected = f"attention that this device can compute; {reason}"
         yield Problem("model.args", None, expected, involves=MODEL_KEYS)
+    expected = unsupported_backend(
+        run.config.training.attention_backend,
+        attn_type=args.attn_type,
+        device_type=run.device_type,
+        dtype=run.config.training.mixed_precision_param,
+        needs_mask=run.has_document_masks or run.has_windows or run.has_chunks,
+        is_ring=run.rotate_method == "alltoall",
+    )
+    if expected:
+        key = "training.attention_backend"
+        yield Problem(key, None, expected, involves=(*MODEL_KEYS, ROTATE))
     if run.device_type == "cpu" and args.attn_type != "sdpa":
         yield Problem(
             "model.args" if "attn_type" in run.config.model.args else "model.flavor",

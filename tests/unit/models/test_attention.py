@@ -3,9 +3,14 @@
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.attention_rules import unsupported_attention
+from torchtitan_like.models.attention_rules import (
+    BACKENDS,
+    unsupported_attention,
+    unsupported_backend,
+)
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.kernels import (
     KERNELS,
@@ -301,6 +306,127 @@ def test_attention_that_a_device_cannot_compute_is_reported(
     problem = unsupported_attention(
         attn_type, device_type=device_type, dtype=dtype, head_dim=head_dim
     )
+    assert message in problem and bool(message) == bool(problem)
+
+
+# ---- the backend of scaled_dot_product_attention
+
+
+@pytest.fixture
+def backend():
+    yield kernels.select_backend
+    kernels.select_backend("auto")
+
+
+def operators(function):
+    """Return the names of the attention operators that `function` runs."""
+    names = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+            if "attention" in str(op) or "softmax" in str(op):
+                names.add(str(op).removeprefix("aten."))
+            return op(*args, **(kwargs or {}))
+
+    with Record():
+        function()
+    return names
+
+
+FLASH = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("mode", ["eager", "recomputed", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("auto", {f"{FLASH}.default", f"{FLASH}_backward.default"}),
+        ("flash", {f"{FLASH}.default", f"{FLASH}_backward.default"}),
+        ("math", {"_safe_softmax.default", "_softmax_backward_data.default"}),
+    ],
+)
+def test_the_selected_backend_computes_forward_and_backward(backend, name, expected, mode, masked):
+    torch.compiler.reset()
+    backend(name)
+    q, k, v, grad = tensors()
+    positions = some_positions()
+    mask = additive_mask(positions, q.dtype, 24) if masked else None
+    sees = visible(positions, 24) if masked else torch.ones(24, 24, dtype=torch.bool).tril()
+
+    def attention(q, k, v):
+        return causal_attention(q, k, v, mask)
+
+    def recomputed(q, k, v):
+        return checkpoint(attention, q, k, v, use_reentrant=False)
+
+    modes = {
+        "eager": attention,
+        "recomputed": recomputed,
+        "compiled": torch.compile(recomputed, backend="aot_eager", fullgraph=True),
+    }
+    actual = with_gradients(modes[mode], q, k, v, grad)
+    reference = with_gradients(
+        lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad
+    )
+    for value, wanted in zip(actual, reference, strict=True):
+        assert relative(value, wanted) <= TOLERANCES[torch.float32]
+    if mode == "compiled":  # the modes of dispatch do not work with compiled functions
+        eager = with_gradients(attention, q, k, v, grad)
+        assert all(torch.equal(*pair) for pair in zip(actual, eager, strict=True))
+        return
+    used = operators(lambda: with_gradients(modes[mode], q, k, v, grad))
+    assert used == expected
+
+
+def test_a_backend_that_is_known_to_be_wrong_is_not_used(backend):
+    """`meta` tensors stand for those of a GPU."""
+    q, k, other_k = (torch.empty(1, 2, seq, 16, device="meta") for seq in (192, 192, 128))
+    mask = torch.empty(1, 1, 192, 192, device="meta")
+    without_cudnn = [name for name in BACKENDS if name != "cudnn"]
+    assert kernels._backends(q, k, mask) == without_cudnn
+    assert kernels._backends(q, k, None) == kernels._backends(q, other_k, mask) == list(BACKENDS)
+    backend("cudnn")
+    assert kernels._backends(q, k, mask) == ["cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "used"), [("auto", "flash"), ("flash", "flash"), ("math", "math")]
+)
+def test_the_log_names_the_backend(backend, name, used):
+    backend(name)
+    cpu = torch.device("cpu")
+    assert kernels.describe_backend((4, 2), 64, 16, torch.bfloat16, cpu) == used
+
+
+SUPPORTED = {
+    "attn_type": "sdpa",
+    "device_type": "cuda",
+    "dtype": "bfloat16",
+    "needs_mask": False,
+    "is_ring": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("auto", {"attn_type": "flex", "is_ring": True, "dtype": "float64"}, ""),
+        *((name, {}, "") for name in BACKENDS),
+        *((name, {"device_type": "cpu", "dtype": "float64"}, "") for name in ("flash", "math")),
+        ("cudnn", {"device_type": "cpu"}, "on CPU"),
+        ("efficient", {"device_type": "cpu"}, "on CPU"),
+        ("cudnn", {"dtype": "float32"}, "in float32"),
+        ("flash", {"dtype": "float32"}, "in float32"),
+        ("efficient", {"dtype": "float32"}, ""),
+        ("flash", {"needs_mask": True}, "for masked attention"),
+        ("flash", {"is_ring": True}, ""),
+        ("cudnn", {"is_ring": True}, "with a ring"),
+        ("math", {"attn_type": "flex"}, "has its own kernel"),
+    ],
+)
+def test_a_backend_that_cannot_compute_attention_is_refused(name, changes, message):
+    problem = unsupported_backend(name, **SUPPORTED | changes)
     assert message in problem and bool(message) == bool(problem)
 
 

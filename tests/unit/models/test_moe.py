@@ -4,7 +4,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchtitan_like.models.layers.grouped_linear import grouped_linear, has_kernel
+from torchtitan_like.models.layers.grouped_linear import (
+    add_group_bias,
+    grouped_linear,
+    product_of,
+    select_product,
+)
 from torchtitan_like.models.layers.moe import (
     Experts,
     MoE,
@@ -78,7 +83,8 @@ def test_the_layer_equals_a_loop_over_experts(score_func, normalize, top_k):
 @pytest.mark.parametrize("hidden", [HIDDEN, HIDDEN + 1])
 def test_the_layer_equals_a_loop_with_and_without_the_kernel(dtype, limit, hidden):
     """`grouped_mm` supports neither rows of 17 elements nor float64."""
-    assert has_kernel(dtype, DIM, hidden) == (dtype == torch.float32 and hidden == HIDDEN)
+    supported = dtype == torch.float32 and hidden == HIDDEN
+    assert product_of(dtype, DIM, hidden) == ("kernel" if supported else "loop")
     assert_same(build(hidden=hidden, dtype=dtype), some(dtype=dtype), limit)
 
 
@@ -293,3 +299,48 @@ def test_grouped_linear_accepts_an_expanded_gradient(dtype):
     limit = 0.05 if dtype == torch.bfloat16 else 1e-5
     assert (x.grad - expected).abs().max() <= limit
     assert weight.grad[1].abs().max() == 0
+
+
+def grouped_mm_with_garbage(x, weight, offs):
+    """`grouped_mm` with nan where kernels may leave memory as it was: after the last group, and in
+    products over no rows."""
+    out = unpatched_grouped_mm(x, weight, offs=offs)
+    if weight.dim() == 3:
+        out[offs[-1] :] = torch.nan
+    else:
+        out[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+    return out
+
+
+unpatched_grouped_mm = torch.nn.functional.grouped_mm
+
+
+@pytest.fixture
+def product():
+    yield select_product
+    select_product("auto")
+
+
+@pytest.mark.parametrize("sizes", [[5, 0, 16, 1], [0, 0, 0, 33], [16, 32, 16, 16], [0, 0, 0, 0]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_all_products_are_equal(monkeypatch, product, dtype, sizes):
+    """The padded product reads nothing that a kernel may leave unwritten."""
+    torch.manual_seed(0)
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    x = torch.randn(sum(sizes), DIM, dtype=dtype, requires_grad=True)
+    weight = torch.randn(4, HIDDEN, DIM, dtype=dtype, requires_grad=True)
+    bias = torch.randn(4, HIDDEN, dtype=dtype, requires_grad=True)
+    grad = torch.randn(sum(sizes), HIDDEN, dtype=dtype)
+
+    def outcomes(name):
+        product(name)
+        y = add_group_bias(grouped_linear(x, weight, ends), bias, ends)
+        return [y, *torch.autograd.grad(y, (x, weight, bias), grad)]
+
+    expected = outcomes("loop")
+    kernel = outcomes("kernel")
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm_with_garbage)
+    limit = 0.02 if dtype == torch.bfloat16 else 1e-5
+    for values in (kernel, outcomes("padded")):
+        for value, expected_value in zip(values, expected, strict=True):
+            assert (value - expected_value).norm() <= limit * expected_value.norm()

@@ -387,6 +387,21 @@ def test_attention_without_a_kernel_for_the_dtype_is_refused() -> None:
     assert check(line, device_type="cuda") == check(line) == []
 
 
+def test_an_attention_backend_that_the_run_cannot_use_is_refused() -> None:
+    backend, ring = "training.attention_backend", "parallelism.context_parallel_rotate_method"
+    line = f"--training.steps 1000 --{backend} cudnn"
+    assert check(line, device_type="cuda") == []
+    (on_cpu,) = check(line, device_type="cpu")
+    (in_ring,) = check(
+        f"{line} --parallelism.context_parallel_degree 2 --{ring} alltoall", 2, device_type="cuda"
+    )
+    (masked,) = check(
+        f"--training.steps 1000 --{backend} flash --model.args.attn_mask_type block_causal",
+        device_type="cuda",
+    )
+    assert [on_cpu.key, in_ring.key, masked.key] == [backend] * 3
+
+
 @pytest.mark.parametrize(
     ("flags", "key"),
     [

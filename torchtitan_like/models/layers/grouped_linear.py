@@ -1,7 +1,18 @@
 """Linear layers of many experts in one call: each group of rows has its own weight.
 
-`torch.nn.functional.grouped_mm` computes them in one kernel where it accepts the tensors.
-Otherwise, each group has a separate matrix product.
+`select_product` chooses what computes them in this process:
+
+| name | matrix products |
+| --- | --- |
+| `kernel` | one `torch.nn.functional.grouped_mm` |
+| `padded` | the same, with zeros that fill each group to 16, 32, ... rows; none is empty |
+| `loop` | one for each group |
+| `auto` | `kernel` where `grouped_mm` accepts the tensors, else `loop` |
+
+`grouped_mm` requires (torch 2.13, `_meta_grouped_mm_common` in torch/_meta_registrations.py):
+rows and the rows of its result start at multiples of 16 bytes; of the last two strides one is 1.
+It writes no row after the last end (pytorch/pytorch#154557). No code here reads such a row: without
+padding there is none, and `_Padding.remove` reads the rows of groups only.
 """
 
 from __future__ import annotations
@@ -16,6 +27,14 @@ from torch.nn import functional as F
 # `grouped_mm` reads rows in units of 16 bytes.
 _ROW_BYTES = 16
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_PADDED_ROWS = 16
+_selected = "auto"
+
+
+def select_product(name: str) -> None:
+    """Choose what computes the products in this process; see above."""
+    global _selected
+    _selected = name
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -40,10 +59,15 @@ def add_group_bias(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-def has_kernel(dtype: torch.dtype, *sizes: int) -> bool:
-    """Return True if `grouped_mm` accepts this dtype and weights with these inner sizes."""
+def product_of(dtype: torch.dtype, *sizes: int) -> str:
+    """Return what computes weights of this dtype and these inner sizes: a name of the table above.
+
+    "loop" where `grouped_mm` does not accept them.
+    """
     is_aligned = all(size * dtype.itemsize % _ROW_BYTES == 0 for size in sizes)
-    return hasattr(F, "grouped_mm") and dtype in _KERNEL_DTYPES and is_aligned
+    if not (hasattr(F, "grouped_mm") and dtype in _KERNEL_DTYPES and is_aligned):
+        return "loop"
+    return "kernel" if _selected == "auto" else _selected
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -98,8 +122,12 @@ def _group_products(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
 
 
 def _compute_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    if has_kernel(x.dtype, *weight.shape[1:]):
-        return F.grouped_mm(x, weight, offs=ends)
+    product = product_of(x.dtype, *weight.shape[1:])
+    if product == "kernel":
+        return F.grouped_mm(x.contiguous(), weight, offs=ends)
+    if product == "padded":
+        padding = _Padding(ends, x.shape[0])
+        return padding.remove(F.grouped_mm(padding.add(x), weight, offs=padding.ends))
     out = x.new_empty(x.shape[0], weight.shape[2])
     start = 0
     for group, end in enumerate(ends.tolist()):
@@ -108,9 +136,39 @@ def _compute_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
+class _Padding:
+    """Zeros that fill each group to a multiple of 16 rows, at least 16. Does not wait for the device.
+
+    ends: (groups,) int32, index after the last row of each padded group.
+    """
+
+    def __init__(self, ends: Tensor, num_rows: int) -> None:
+        sizes = ends.diff(prepend=ends.new_zeros(1))
+        padded = (sizes.clamp(min=1) + _PADDED_ROWS - 1) // _PADDED_ROWS * _PADDED_ROWS
+        self.ends = padded.cumsum(0).to(torch.int32)
+        rows = torch.arange(num_rows, device=ends.device)
+        groups = torch.searchsorted(ends, rows, right=True)
+        shifts = (self.ends - padded) - (ends - sizes)
+        self._positions = rows + shifts.index_select(0, groups)
+        # The most that any sizes need. `grouped_mm` ignores rows after the last end.
+        self._num_rows = num_rows + ends.shape[0] * _PADDED_ROWS
+
+    def add(self, x: Tensor) -> Tensor:
+        """Copy rows (rows, size) into the padded groups."""
+        return x.new_zeros(self._num_rows, x.shape[1]).index_copy_(0, self._positions, x)
+
+    def remove(self, x: Tensor) -> Tensor:
+        """Copy the rows of the groups out of padded ones."""
+        return x.index_select(0, self._positions)
+
+
 def _compute_products(y: Tensor, x: Tensor, ends: Tensor) -> Tensor:
-    if has_kernel(x.dtype, y.shape[1], x.shape[1]):
-        return F.grouped_mm(y.transpose(0, 1), x, offs=ends)
+    product = product_of(x.dtype, y.shape[1], x.shape[1])
+    if product == "padded":
+        padding = _Padding(ends, x.shape[0])
+        y, x, ends = padding.add(y), padding.add(x), padding.ends
+    if product != "loop":
+        return F.grouped_mm(y.contiguous().transpose(0, 1), x.contiguous(), offs=ends)
     out = x.new_empty(ends.shape[0], y.shape[1], x.shape[1])
     start = 0
     for group, end in enumerate(ends.tolist()):

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from torchtitan_like.models.attention_rules import BACKENDS
 from torchtitan_like.util.compile import compile_function
 
 # (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads,
@@ -34,6 +35,31 @@ Core = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 Mask = Callable[[Tensor, torch.dtype, int], Any]
 
 _HALF = (torch.float16, torch.bfloat16)
+
+# Backends of `scaled_dot_product_attention` that are wrong on GPUs for some inputs (q, k, mask).
+# "auto" does not use them there.
+_KNOWN_WRONG: tuple[tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]], ...] = (
+    # The gradient of q is nan where all scores of a row are far below 0 (pytorch/pytorch#196678).
+    ("cudnn", lambda q, k, mask: mask is not None and k.shape[2] % 128 == 64),
+)
+_selected = "auto"
+
+
+def select_backend(name: str) -> None:
+    """Choose the backend of `scaled_dot_product_attention` in this process: "auto", or a name of
+    `attention_rules.BACKENDS`."""
+    global _selected
+    _selected = name
+
+
+def _backends(q: Tensor, k: Tensor, mask: Tensor | None) -> list[str]:
+    """Return the names of the backends that may compute attention."""
+    if _selected != "auto":
+        return [_selected]
+    if q.is_cpu:
+        return list(BACKENDS)
+    wrong = [name for name, applies in _KNOWN_WRONG if applies(q, k, mask)]
+    return [name for name in BACKENDS if name not in wrong]
 
 
 class Kernel(NamedTuple):
@@ -48,22 +74,54 @@ class Kernel(NamedTuple):
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """`torch.nn.functional.scaled_dot_product_attention`; mask: see `additive_mask`."""
-    square = q.shape[2] == k.shape[2]
-    if not q.is_cpu and (mask is not None or q.dtype not in _HALF):
+    if mask is None and q.shape[2] != k.shape[2]:
+        if "flash" in _backends(q, k, None) and _is_flash_possible(q, k, v):
+            # This operator aligns the triangle with the last query and key, unlike `is_causal`.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            out: Tensor = flash(q, k, v, is_causal=True)[0]
+            return out
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
+        mask = mask.tril(k.shape[2] - q.shape[2])
+    backends = _backends(q, k, mask)
+    if not q.is_cpu and (mask is not None or q.dtype not in _HALF or "flash" not in backends):
         # CUDA's flash kernel supports groups, but only in half precision without a mask. The other
         # kernels need equal numbers of heads.
         k, v = equal_heads(q, k, v)
-    grouped = q.shape[1] != k.shape[1]
-    if mask is None and square:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    if mask is None and _is_flash_possible(q, k, v):
-        # This operator aligns the causal triangle with the last query and key, unlike `is_causal`.
-        out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, is_causal=True)[0]
-        return out
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
-        mask = mask.tril(k.shape[2] - q.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+    if len(backends) == len(BACKENDS):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+    with _only(backends):
+        return F.scaled_dot_product_attention(q, k, v, **options)
+
+
+def _only(backends: list[str]) -> Any:
+    """Return a context in which `scaled_dot_product_attention` uses these backends only.
+
+    The backward of an attention uses the backend of its forward.
+    """
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel([getattr(SDPBackend, BACKENDS[name]) for name in backends])
+
+
+def describe_backend(
+    heads: tuple[int, int], seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Return the name of the backend that computes causal attention of these shapes.
+
+    heads: of queries, and of keys and values.
+    """
+    from torch.nn.attention import SDPBackend
+
+    q, k = (
+        torch.empty(1, n, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        for n in heads
+    )
+    with _only(_backends(q, k, None)):
+        grouped = heads[0] != heads[1]
+        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped)
+    names = {getattr(SDPBackend, backend).value: name for name, backend in BACKENDS.items()}
+    return names[choice]
 
 
 def additive_mask(

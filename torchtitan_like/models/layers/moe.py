@@ -23,7 +23,11 @@ from torchtitan_like.models.layers.balance import (
     count_in_backward,
     sample_fractions,
 )
-from torchtitan_like.models.layers.grouped_linear import add_group_bias, grouped_linear, has_kernel
+from torchtitan_like.models.layers.grouped_linear import (
+    add_group_bias,
+    grouped_linear,
+    product_of,
+)
 
 # Buffers of `MoE`, and whether checkpoints contain them.
 BUFFERS = {
@@ -300,7 +304,12 @@ def describe_experts(model: nn.Module, dtype: torch.dtype) -> list[str]:
     if experts is None:
         return []
     sizes = experts.w1.shape[1:]
-    kernel = "grouped_mm" if has_kernel(dtype, *sizes) else "a loop over experts"
+    kernels = {
+        "kernel": "grouped_mm",
+        "padded": "grouped_mm with padded groups",
+        "loop": "a loop over experts",
+    }
+    kernel = kernels[product_of(dtype, *sizes)]
     return [f"Experts: {experts.num_experts} in each layer, computed by {kernel} in {dtype}"]
 
 
