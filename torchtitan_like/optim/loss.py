@@ -281,8 +281,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(d_logits, weight, out=d_hidden[rows]).mul_(mask)
             if needs_d_weight:
-                chunk_gradient = d_logits.t() @ (hidden[rows] * mask)
-                d_weight = _add(d_weight, chunk_gradient, is_only=chunk >= len(hidden))
+                factors = d_logits.t(), hidden[rows] * mask
+                d_weight = _add_product(d_weight, *factors, is_only=chunk >= len(hidden))
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(token_losses)
@@ -315,8 +315,24 @@ def sum_by_source(token_losses: Tensor, sources: Tensor, num_sources: int) -> Te
     return rows.where(sources == numbers, 0).sum(-1)
 
 
-def _add(total: Tensor | None, term: Tensor, *, is_only: bool) -> Tensor:
-    """Add `term` to `total` in fp32 or float64. The only term of a sum keeps its dtype."""
+def _add_product(total: Tensor | None, a: Tensor, b: Tensor, *, is_only: bool) -> Tensor:
+    """Add `a @ b` to `total` in fp32 or float64. The only term of a sum keeps its dtype.
+
+    CUDA's products of half precision add in fp32 themselves. A separate addition would move three
+    times the bytes, and it would round each product.
+    """
     if is_only:
-        return term
-    return term.to(_softmax_dtype(term)) if total is None else total.add_(term)
+        return a @ b
+    dtype = _softmax_dtype(a)
+    if not _adds_in_product(a):
+        term = a @ b
+        return term.to(dtype) if total is None else total.add_(term)
+    if total is None:
+        return torch.mm(a, b, out_dtype=dtype)
+    return torch.addmm(total, a, b, out_dtype=dtype, out=total)
+
+
+def _adds_in_product(factor: Tensor) -> bool:
+    is_half = factor.dtype in (torch.float16, torch.bfloat16)
+    is_cuda = factor.is_cuda and torch.version.hip is None
+    return is_half and is_cuda and not torch.compiler.is_compiling()

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.harness.runner import ROOT
 from torchtitan_like.models.layers.head import cross_entropy_sum
+from torchtitan_like.optim import loss as subject
 from torchtitan_like.optim.loss import _softmax_in_tiles, chunked_cross_entropy, sum_by_source
 
 VOCAB, DIM = 4096, 32  # 1 MiB of fp32 logits is 64 tokens
@@ -152,10 +153,32 @@ def test_the_softmax_of_a_large_vocabulary_is_more_exact_than_torchs():
     assert relative_error(kernels, gradients) > relative_error(tiled, gradients)
 
 
+def add_in_products(monkeypatch):
+    """Let CPU tensors take CUDA's path, with the operators that torch has for CUDA only."""
+    mm, addmm = torch.mm, torch.addmm
+
+    def product(a, b, out=None, out_dtype=None):
+        return mm(a.to(out_dtype or a.dtype), b.to(out_dtype or b.dtype), out=out)
+
+    def added(total, a, b, out_dtype, out):
+        return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+    monkeypatch.setattr(subject, "_adds_in_product", lambda factor: True)
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "addmm", added)
+
+
+@pytest.mark.parametrize("device", ["cpu", "as cuda", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("chunk_mib", [1, 0])
-def test_bf16_gradients_are_as_accurate_as_with_the_plain_loss(chunk_mib):
+def test_bf16_gradients_are_as_accurate_as_with_the_plain_loss(monkeypatch, chunk_mib, device):
     """The error against float64 on the same bf16 inputs is at most 10 % larger."""
     hidden, weight, labels = make_inputs(300, torch.bfloat16)
+    if device == "as cuda":
+        add_in_products(monkeypatch)
+    else:
+        hidden, weight, labels = (
+            x.detach().to(device).requires_grad_(x.requires_grad) for x in (hidden, weight, labels)
+        )
     chunked = value_and_gradients(
         chunked_cross_entropy(chunk_mib), hidden, weight, labels, scale=0.37
     )
