@@ -419,6 +419,8 @@ def test_tiktoken_model_is_exported_to_the_original_folder(tmp_path, repo_root, 
     file.write_bytes(content)
     (tmp_path / "hf").mkdir()
     path = file if "file" in source else assets
+    config = (file.parent if "file" in source else assets) / "tokenizer_config.json"
+    config.write_text('{"pat_str": "Llama 3"}')
     before = load_tokenizer(path)
     tokens = [SpecialToken(before.decode([i]), i) for i in (before.bos_id, before.eos_id)]
     records = write_folder(

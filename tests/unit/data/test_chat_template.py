@@ -71,7 +71,8 @@ def test_text_and_tokens_equal_those_of_transformers(folder: Path, name: str) ->
 
 
 def test_tiktoken_file_encodes_special_tokens_of_a_template(tmp_path: Path) -> None:
-    shutil.copy(ASSETS / "tokenizer.model", tmp_path)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(ASSETS / name, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     text = "<|begin_of_text|>Hi<|end_of_text|>"
     expected = [tokenizer.bos_id, *tokenizer.encode("Hi"), tokenizer.eos_id]

@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers
 
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.errors import DataError, TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 
 from .conftest import ASSETS
@@ -138,6 +140,7 @@ def test_a_tokenizer_with_dropout_is_refused(copy: Callable[..., Path]) -> None:
         load_tokenizer(folder)
 
 
+LLAMA3_WORDS = {"pat_str": "Llama 3"}
 NAMED = {
     "as text": ({"bos_token": "<|end_of_text|>", "eos_token": "<|begin_of_text|>"}, (2047, 2046)),
     "as object": ({"bos_token": {"content": "<|end_of_text|>"}}, (2047, 2047)),
@@ -154,7 +157,8 @@ def test_bos_and_eos_come_from_the_tokenizer_config_or_have_common_names(
 ) -> None:
     config, expected = NAMED[case]
     folder = copy(vocabulary)
-    (folder / config_file).write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").write_text(json.dumps(LLAMA3_WORDS))
+    (folder / config_file).write_text(json.dumps(LLAMA3_WORDS | config))
     tokenizer = load_tokenizer(folder)
     assert (tokenizer.bos_id, tokenizer.eos_id) == expected
 
@@ -193,8 +197,112 @@ def test_a_tiktoken_file_with_llama_3s_size_has_its_256_special_tokens(tmp_path:
 def test_a_tiktoken_file_of_another_size_has_bos_and_eos_after_the_last_token(
     tmp_path: Path,
 ) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(LLAMA3_WORDS))
     tokenizer = load_tokenizer(write_ranks(tmp_path / "own.tiktoken", 300))
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (302, 300, 301)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "pattern", "words"),
+    [
+        (300, "gpt-oss", ["camel", "Case", " don't"]),
+        (300, "Llama 3", ["camelCase", " don", "'t"]),
+        (300, "[a-z]+|[^a-z]", ["camel", "C", "ase", " ", "don", "'", "t"]),
+        (128_000, None, ["camelCase", " don", "'t"]),
+        (163_584, None, ["camel", "Case", " don't"]),
+        (200_000, None, ["camel", "Case", " don't"]),
+    ],
+)
+def test_a_rank_file_splits_words_by_its_own_pattern(
+    tmp_path: Path, num_ranks: int, pattern: str | None, words: list[str]
+) -> None:
+    """Merges make one token of each word, and of words that other patterns would make."""
+    if pattern is not None:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pat_str": pattern}))
+    file = write_ranks(tmp_path / "own.tiktoken", num_ranks - len(MERGED))
+    with file.open("a") as lines:
+        for rank, word in enumerate(MERGED, start=num_ranks - len(MERGED)):
+            lines.write(f"{base64.b64encode(word.encode()).decode()} {rank}\n")
+    tokenizer = load_tokenizer(file)
+    pieces = [tokenizer.decode([token_id]) for token_id in tokenizer.encode("camelCase don't")]
+    assert pieces == words
+    assert (tokenizer.split_pattern is None) == (pattern == "[a-z]+|[^a-z]")
+
+
+MERGED = ["camelCase", "camel", "Case", "ase", " don't", " don", "don", "'t"]
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "300 tokens, as no published file.*Expected pat_str in .*tokenizer_config.json"),
+        ({"pat_str": "(a"}, "tokenizer_config.json has a pat_str that is not an expression"),
+    ],
+)
+def test_a_rank_file_of_unknown_words_is_refused(
+    tmp_path: Path, config: dict[str, str], message: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(TokenizerError, match=message):
+        load_tokenizer(write_ranks(tmp_path / "own.tiktoken", 300))
+
+
+CHARACTERS = "\u2581theprics wao10n8</>d"
+NAMES = ["<unk>", "<s>", "</s>", "<pad>"]
+MODELS: dict[str, Callable[[], models.Model]] = {
+    "Unigram": lambda: models.Unigram(
+        [*((name, 0.0) for name in NAMES), *((c, -5.0) for c in CHARACTERS)], 0, False
+    ),
+    "WordLevel": lambda: models.WordLevel(
+        {piece: number for number, piece in enumerate([*NAMES, "the"])}, "<unk>"
+    ),
+    "BPE that ignores merges": lambda: models.BPE(
+        {piece: number for number, piece in enumerate([*NAMES, *CHARACTERS])},
+        [],
+        unk_token="<unk>",
+        ignore_merges=True,
+    ),
+    "BPE": lambda: models.BPE(
+        {piece: number for number, piece in enumerate([*NAMES, *CHARACTERS, "<s"])},
+        [("<", "s"), ("<s", ">")],
+        unk_token="<unk>",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("text", ["the price was <s>10</s> now 8", "<s>", "the </s> <pad> the"])
+def test_a_model_that_has_the_names_of_special_tokens_reads_them_as_text(
+    tmp_path: Path, kind: str, text: str
+) -> None:
+    library = tokenizers.Tokenizer(MODELS[kind]())
+    library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if kind == "Unigram":
+        library.pre_tokenizer = pre_tokenizers.Metaspace()
+    library.add_special_tokens(NAMES)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = tokenizer.encode(text)
+    assert ids and not {1, 2, 3} & {*ids}
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
+    assert tokenizer.encode_with_specials("<s>")[-1] == 1
+
+
+def test_a_document_that_the_library_cannot_encode_is_an_error_of_the_data(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Rust code panics above the limits of its regular expressions."""
+
+    class Panic(BaseException):
+        pass
+
+    class Library:
+        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
+            raise Panic("retry-limit-in-match over")
+
+    monkeypatch.setattr(tokenizer, "_text_encoder", Library())
+    with pytest.raises(DataError, match=r"begins with 'a+', or one of the next 1: retry-limit"):
+        tokenizer._encode_by_library(["a" * 50, "b"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

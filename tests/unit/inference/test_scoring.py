@@ -194,7 +194,8 @@ def test_bos_is_added_where_transformers_adds_it(
 
 
 def test_tiktoken_file_adds_bos_and_skips_special_tokens(tmp_path: Path) -> None:
-    shutil.copy(ASSETS / "tokenizer.model", tmp_path)
+    for name in ("tokenizer.model", "tokenizer_config.json"):
+        shutil.copy(ASSETS / name, tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     ids = tokenizer.encode_with_specials("To be", adds_specials=True)
     assert ids == [tokenizer.bos_id, *tokenizer.encode("To be")]

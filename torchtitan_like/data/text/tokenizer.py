@@ -11,7 +11,9 @@ searched in the vocabulary (``<|begin_of_text|>``, ``</s>``, ...).
 tiktoken files contain only ordinary tokens. ``added_tokens_decoder`` in a ``tokenizer_config.json``
 next to the file defines the special tokens. Without it, a file with Llama 3's 128,000 tokens gets
 its 256 special tokens, and any other file ``<|begin_of_text|>`` and ``<|end_of_text|>`` after the
-last token. Llama 3's pattern splits text into words.
+last token. Nor do they contain the pattern that splits text into words. ``pat_str`` in the
+``tokenizer_config.json`` gives it: an expression, or the name of one of `word_patterns.PATTERNS`.
+Published files are recognized by their number of tokens. Others need ``pat_str``.
 
 For a ``tokenizer.json``, tiktoken's engine encodes if it provably gives the same ids (see
 `fast_bpe`), else the `tokenizers` library, which is several times as slow.
@@ -27,14 +29,14 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from torchtitan_like.data.errors import DataError, TokenizerError
-from torchtitan_like.data.text.word_patterns import LLAMA3_PATTERN, PATTERNS
+from torchtitan_like.data.text.word_patterns import KIMI_PATTERN, PATTERNS, RANK_FILE_PATTERNS
 from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger()
 
+CONFIG = "tokenizer_config.json"
 LLAMA3_NUM_RANKS = 128_000
 LLAMA3_NUM_SPECIALS = 256
 
@@ -236,9 +239,19 @@ class _HuggingFaceTokenizer(Tokenizer):
             if token_id in (self.bos_id, self.eos_id) and not token.special:
                 self._inner.add_special_tokens([tokenizers.AddedToken(token.content, special=True)])
         parts = ("added_tokens", "normalizer", "pre_tokenizer", "model")
-        self.fingerprint = _fingerprint(
-            "tokenizer.json", json.dumps([content.get(part) for part in parts], sort_keys=True)
-        )
+        fingerprinted = [json.dumps([content.get(part) for part in parts], sort_keys=True)]
+        names = {
+            token.content
+            for token in self._inner.get_added_tokens_decoder().values()
+            if token.special
+        }
+        self._text_encoder = self._inner
+        if without_names := _without_names(content, names):
+            self._content = without_names
+            self._text_encoder = tokenizers.Tokenizer.from_str(json.dumps(without_names))
+            self._text_encoder.encode_special_tokens = True
+            fingerprinted.append("names of special tokens are text")
+        self.fingerprint = _fingerprint("tokenizer.json", *fingerprinted)
         self.split_pattern = _split_pattern(content)
         self.max_part = MAX_PART_CHARACTERS
 
@@ -249,7 +262,7 @@ class _HuggingFaceTokenizer(Tokenizer):
 
         content, self._content = self._content, {}
         try:
-            return FastBPE(content, self._inner)
+            return FastBPE(content, self._text_encoder)
         except Unproven as reason:
             logger.info(
                 f"{self.path}: encoding with the `tokenizers` library, not with tiktoken's engine: "
@@ -280,7 +293,16 @@ class _HuggingFaceTokenizer(Tokenizer):
 
     def _encode_by_library(self, texts: Sequence[str]) -> list[array[int]]:
         # encode_batch_fast, without offsets, is its fastest function, also for one text.
-        encoded = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library's Rust code is no Exception
+            raise DataError(
+                f"{self.path} cannot encode the document that begins with {texts[0][:40]!r}, or one "
+                f"of the next {len(texts) - 1}: {error}. Expected text for its expressions: remove "
+                "the document, or split it"
+            ) from error
         return [array("I", encoding.ids) for encoding in encoded]
 
     def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
@@ -311,15 +333,23 @@ class _TiktokenTokenizer(Tokenizer):
         self.path = str(file)
         self._ranks = ranks = _read_ranks(file)
         specials = _special_tokens(folder, file, ranks)
-        self._inner = tiktoken.Encoding(
-            name=file.name, pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
-        )
+        pattern = _word_pattern(folder, file, len(ranks))
+        try:
+            self._inner = tiktoken.Encoding(
+                name=file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
+            )
+        except ValueError as error:
+            raise TokenizerError(
+                f"{folder / CONFIG} has a pat_str that is not an expression: {error}. Expected an "
+                f"expression of tiktoken, or one of {', '.join(PATTERNS)}: correct it"
+            ) from error
         self._special_ids = {*specials.values()}
         self.vocab_size = max(*ranks.values(), *specials.values()) + 1
         self.bos_id, self.eos_id = _bos_and_eos(folder, specials)
-        self.split_pattern = BEFORE_SPACES
+        is_known = pattern in {*PATTERNS.values(), KIMI_PATTERN}
+        self.split_pattern = BEFORE_SPACES if is_known else None
         self.fingerprint = _fingerprint(
-            "tiktoken", LLAMA3_PATTERN, repr(sorted(ranks.items(), key=lambda item: item[1]))
+            "tiktoken", pattern, repr(sorted(ranks.items(), key=lambda item: item[1]))
         )
 
     def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
@@ -344,6 +374,39 @@ class _TiktokenTokenizer(Tokenizer):
         for token, token_id in self._ranks.items():
             counts[token_id] = len(token)
         return counts
+
+
+def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] | None:
+    """Return a tokenizer.json that encodes the names of special tokens as other text.
+
+    A model whose own vocabulary has a name would give the special token's id to it. The copy has
+    another string at this id, which no text contains. None: the model never gives such an id.
+    """
+    model = content["model"]
+    vocabulary = model.get("vocab") or {}
+    is_list = isinstance(vocabulary, list)  # Unigram: piece and score
+    names = names & {piece for piece, _ in vocabulary} if is_list else names & vocabulary.keys()
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
+    if model.get("type") == "BPE" and not model.get("ignore_merges"):
+        # Only merges, or single characters, make a token.
+        names = names & ({"".join(merge) for merge in merges} | {n for n in names if len(n) == 1})
+    if not names:
+        return None
+
+    def rename(piece: str) -> str:
+        return f"\U0010ffff{piece}\U0010ffff" if piece in names else piece
+
+    model = dict(model)
+    if is_list:
+        model["vocab"] = [[rename(piece), score] for piece, score in vocabulary]
+    else:
+        model["vocab"] = {rename(piece): number for piece, number in vocabulary.items()}
+    if model.get("unk_token") is not None:
+        model["unk_token"] = rename(model["unk_token"])
+    if merges:
+        model["merges"] = [m for m in merges if not {"".join(m), *m} & names]
+    added = [token for token in content["added_tokens"] if token["content"] not in names]
+    return {**content, "model": model, "added_tokens": added, "post_processor": None}
 
 
 def _split_pattern(content: dict[str, Any]) -> re.Pattern[str] | None:
@@ -420,7 +483,7 @@ def _read_optional_json(file: Path) -> dict[str, Any]:
 
 def _bos_and_eos(folder: Path, ids: dict[str, int]) -> tuple[int | None, int | None]:
     """Return the ids of BOS and EOS from the files next to the vocabulary, else by common names."""
-    files = [folder / name for name in ("tokenizer_config.json", "special_tokens_map.json")]
+    files = [folder / name for name in (CONFIG, "special_tokens_map.json")]
     contents = {file: _read_optional_json(file) for file in files}
 
     def look_up(key: str, common_names: tuple[str, ...]) -> int | None:
@@ -463,9 +526,22 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
+def _word_pattern(folder: Path, file: Path, num_ranks: int) -> str:
+    """Return the expression that splits text into words, which is not in a tiktoken file."""
+    config = folder / CONFIG
+    pattern = _read_optional_json(config).get("pat_str", RANK_FILE_PATTERNS.get(num_ranks))
+    if isinstance(pattern, str):
+        return PATTERNS.get(pattern, pattern)
+    raise TokenizerError(
+        f"{file} has {num_ranks:,} tokens, as no published file, and nothing says how it splits "
+        f"text into words. Expected pat_str in {config}: set it to the expression in the code of "
+        f"the tokenizer, or to one of {', '.join(PATTERNS)}"
+    )
+
+
 def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[str, int]:
     """Return special tokens and their ids, which are not in a tiktoken file."""
-    config = folder / "tokenizer_config.json"
+    config = folder / CONFIG
     added = _read_optional_json(config).get("added_tokens_decoder")
     if added:
         try:

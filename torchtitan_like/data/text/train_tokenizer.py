@@ -52,6 +52,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "added_tokens_decoder": added,
         "bos_token": BOS,
         "eos_token": EOS,
+        "pat_str": "Llama 3",
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
     text = json.dumps(config, indent=2) + "\n"
