@@ -148,7 +148,8 @@ def test_printed_sample_command_works(trained) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "name", ["qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug", "llama4_debug"]
+    "name",
+    ["debugmodel_moe", "qwen3_moe_debug", "deepseek_v3_debug", "gpt_oss_debug", "llama4_debug"],
 )
 def test_debug_files_with_experts_train(name: str, tmp_path: Path) -> None:
     """On the shipped text, with the file's own batches."""

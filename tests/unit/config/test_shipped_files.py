@@ -29,7 +29,15 @@ QWEN = {
     "qwen3_30b_a3b": 64,
 }
 DEEPSEEK = {"deepseek_v3_debug": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512}
-BUNDLED = {"debug_model": 2, "gpt_oss_debug": 2, "llama4_debug": 2, **LLAMA, **QWEN, **DEEPSEEK}
+BUNDLED = {
+    "debug_model": 2,
+    "debugmodel_moe": 2,
+    "gpt_oss_debug": 2,
+    "llama4_debug": 2,
+    **LLAMA,
+    **QWEN,
+    **DEEPSEEK,
+}
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ FAMILY = Family("qwen3", "debugmodel_moe", {**SMALL, **EXPERTS, **UNTIED}, facto
         ("30B-A3B", 30_532_122_624, 3_353_032_704, 27.914883072),
         ("235B-A22B", 235_093_634_560, 22_190_763_520, 167.26000128),
         ("debugmodel_moe", 315_758_848, 51_517_696, 1.111266816),
+        ("debugmodel_moe_small", 2_299_264, 1_119_616, 0.030310656),
     ],
 )
 def test_number_of_parameters_and_flops(flavor, total, active, gflops):

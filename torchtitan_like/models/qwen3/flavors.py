@@ -65,6 +65,8 @@ FLAVORS = {
     "32B": Qwen3Args(dim=5120, n_layers=64, n_heads=64, hidden_dim=25600),
     "debugmodel_moe": Qwen3Args(dim=256, n_layers=8, n_heads=16, n_kv_heads=8, hidden_dim=3072, vocab_size=2048,
                                 max_seq_len=4096, num_experts=64),
+    "debugmodel_moe_small": Qwen3Args(dim=128, n_layers=4, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=2048,
+                                      max_seq_len=4096, num_experts=8, top_k=2, moe_inter_dim=128),
     "30B-A3B": Qwen3Args(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, hidden_dim=6144, max_seq_len=262144,
                          num_experts=128),
     "235B-A22B": Qwen3Args(dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, hidden_dim=12288, max_seq_len=4096,
