@@ -128,13 +128,23 @@ def test_every_case_uses_the_flash_kernel():
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("queries", [24, 10])
-def test_flex_equals_sdpa(queries):
-    """Flex attention has no backward pass on CPU."""
+@pytest.mark.parametrize("rows", [2, 1])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_flex_equals_sdpa(queries, rows, compiles):
+    """Flex attention has no backward pass on CPU. One row of positions stands for both samples."""
+    torch.compiler.reset()
     q, k, v, _ = tensors(queries=queries)
-    positions = some_positions()[:, 24 - queries :]
+    positions = some_positions()[:rows, 24 - queries :]
     core, mask = KERNELS["flex"]
-    actual = core(q, k, v, mask(positions, q.dtype, 24))
-    assert relative(actual, causal_attention(q, k, v, additive_mask(positions, q.dtype, 24))) < 1e-6
+
+    def windowed(q, k, v):
+        return core(q, k, v, mask(positions, q.dtype, 24, window=5))
+
+    attention = (
+        torch.compile(windowed, backend="aot_eager", fullgraph=True) if compiles else windowed
+    )
+    expected = causal_attention(q, k, v, additive_mask(positions, q.dtype, 24, window=5))
+    assert relative(attention(q, k, v), expected) < 1e-6
     assert torch.equal(core(q, k, v), causal_attention(q, k, v))
 
 

@@ -87,7 +87,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         # CUDA's flash kernel supports groups, but only in half precision without a mask. The other
         # kernels need equal numbers of heads.
         k, v = equal_heads(q, k, v)
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": q.shape[1] != k.shape[1]}
+    options: dict[str, Any] = {
+        "attn_mask": mask,
+        "is_causal": mask is None,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
     if len(backends) == len(BACKENDS):
         return F.scaled_dot_product_attention(q, k, v, **options)
     with _only(backends):
@@ -166,13 +170,18 @@ def block_mask(
     chunk: int = 0,
     has_sink: bool = False,
 ) -> Any:
-    """Return a `torch.nn.attention.flex_attention.BlockMask`."""
+    """Return a `torch.nn.attention.flex_attention.BlockMask`.
+
+    Positions of one sample are those of all samples. The kernel calls `attends` for each sample.
+    """
     from torch.nn.attention import flex_attention as flex
 
     index, start = _index_and_start(positions, num_keys, window, chunk)
+    is_shared = positions.shape[0] == 1
 
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= index[query]) & (key >= start[batch, query])
+        first = start[0, query] if is_shared else start[batch, query]
+        return (key <= index[query]) & (key >= first)
 
     def attends_with_sink(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key == 0) | attends(batch, head, query, key - 1)
