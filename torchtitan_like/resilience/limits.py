@@ -170,11 +170,15 @@ def end_of_slurm_job(environ: Mapping[str, str]) -> float | None:
     # The value from the start of the job. `scontrol update` may have changed the limit since.
     initial_end = environ.get("SLURM_JOB_END_TIME")
     command = ["scontrol", "show", "-d", "job", environ["SLURM_JOB_ID"]]
+    # A user's format would give an end such as "Tomorr 10:02".
+    env = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     try:
         text = subprocess.run(
-            command, capture_output=True, text=True, timeout=30, check=True
+            command, capture_output=True, text=True, timeout=30, check=True, env=env
         ).stdout
-    except (OSError, subprocess.SubprocessError):
+        ends = [word.partition("=")[2] for word in text.split() if word.startswith("EndTime=")]
+        if not ends or ends[0] == "Unknown":
+            return None
+        return datetime.fromisoformat(ends[0]).timestamp()
+    except (OSError, subprocess.SubprocessError, ValueError):
         return None if initial_end is None else float(initial_end)
-    ends = [word.partition("=")[2] for word in text.split() if word.startswith("EndTime=")]
-    return datetime.fromisoformat(ends[0]).timestamp() if ends and ends[0] != "Unknown" else None

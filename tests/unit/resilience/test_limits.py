@@ -68,20 +68,26 @@ def test_auto_sets_the_deadline_before_the_end_of_the_job(
 
 
 @pytest.mark.parametrize(
-    ("end_time", "expected"), [("2026-11-22T05:16:25", True), ("Unknown", False)]
+    ("end_time", "expected"),
+    [
+        ("2026-11-22T05:16:25", datetime(2026, 11, 22, 5, 16, 25).timestamp()),
+        ("Unknown", None),
+        ("Tomorr 10:02", 1.0),  # of a Slurm that ignores the format asked for
+    ],
 )
 def test_the_end_of_the_job_is_read_from_scontrol(
-    end_time: str, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    end_time: str, expected: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(
-        f'#!/bin/sh\n[ "$*" = "show -d job 7" ] && echo "JobId=7 StartTime=1 EndTime={end_time} Deadline=N/A"\n'
+        f'#!/bin/sh\n[ "$SLURM_TIME_FORMAT $*" = "standard show -d job 7" ] && '
+        f'echo "JobId=7 StartTime=1 EndTime={end_time} Deadline=N/A"\n'
     )
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    end = datetime(2026, 11, 22, 5, 16, 25).timestamp() if expected else None
+    monkeypatch.setenv("SLURM_TIME_FORMAT", "relative")
     # scontrol takes precedence: its answer includes later changes of the time limit.
-    assert end_of_slurm_job({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}) == end
+    assert end_of_slurm_job({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}) == expected
     assert end_of_slurm_job({"SLURM_JOB_ID": "8"}) is None, "scontrol fails for this job"
 
 
