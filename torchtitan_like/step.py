@@ -62,7 +62,7 @@ class StepRunner:
     balancer: ExpertBalancer | None
     gradient_sync: GradientSync
     feed: Feed
-    gate: Callable[[torch.Tensor], torch.Tensor]
+    gate: Callable[..., torch.Tensor]
     max_norm: float
     num_sources: int
     on_micro_batch: Callable[[int], None]
@@ -82,21 +82,26 @@ class StepRunner:
         optimizer.zero_grad()
         if not optimizer.is_atomic:  # the backward updates
             self.order_updates()
+            if num_valid == 0:
+                optimizer.step(skip=torch.ones((), device=self.world.device))
         if self.balancer is not None:
             self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
         return self._run_micro_batches(batch, local, max(1, num_valid)), local
 
-    def update(self, *, is_logged: bool) -> Update:
+    def update(self, num_valid: int, *, is_logged: bool) -> Update:
         """Clip the gradients, and update the weights unless the gate skips it.
 
-        is_logged: the step's metrics of experts are read.
+        num_valid: see `compute_gradients`. is_logged: the step's metrics of experts are read.
         """
         optimizer = self.optimization.optimizer
         grad_norm = optimizer.clip_gradients(self.max_norm)
-        skip = self.gate(grad_norm)
+        decision = self.gate(grad_norm, has_labels=num_valid > 0)
+        # Without labels, momentum and weight decay alone would move the weights.
+        skip = decision if num_valid else torch.ones_like(decision)
         self.order_updates()
-        optimizer.step(skip=skip)
+        # Updates in the backward have been skipped; here they learn of the next steps.
+        optimizer.step(skip=skip if optimizer.is_atomic else decision)
         if self.ema is not None:
             self.ema.update(skip)
         if self.balancer is not None:

@@ -760,7 +760,7 @@ class Trainer:
         by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
         losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
         total = self.groups.reduce(self.optimizer.local_gradients, losses_of_rank)
-        update = self.step_runner.update(is_logged=self.metrics.due(step))
+        update = self.step_runner.update(num_valid, is_logged=self.metrics.due(step))
 
         self.progress = Progress(
             step=step,
@@ -789,8 +789,8 @@ class Trainer:
             position=before.position,
         )
 
-    def _gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
-        return self.update_gate.gate(grad_norm)
+    def _gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
+        return self.update_gate.gate(grad_norm, has_labels=has_labels)
 
     def _move_to_micro_batch(self, micro: int) -> None:
         self.position.move("step", self.position.current.step, micro)

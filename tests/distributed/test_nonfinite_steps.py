@@ -1,5 +1,7 @@
 """If one rank has a non-finite loss or gradient, no rank updates and all stop at the same step."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
+from torchtitan_like.util.labels import IGNORED_LABEL
 
 NONFINITE_STEP = 3
 
@@ -188,3 +191,55 @@ def test_spike_writes_an_event_and_pins_the_previous_checkpoint(tmp_path, on_spi
     assert started == {"loss": step, "grad_norm": step}
     assert ended == ({"loss": "fast", "grad_norm": "fast"} if on_spike == "skip" else {})
     assert [path.parent.name for path in (tmp_path / "run/checkpoint").glob("*/PIN")] == pinned
+
+
+def train_without_labels(argv):
+    """Train while step 3 has no label. Return its row, weights before and after, and the last step."""
+    trainer = build(argv)
+    plain_read, plain_step, weights, rows = trainer.read_batch, trainer.train_step, {}, []
+    steps = iter(range(1, 100))
+
+    def read_batch():
+        batch = plain_read()
+        if batch is not None and next(steps) == NONFINITE_STEP:
+            labels = torch.full_like(batch.labels, IGNORED_LABEL)
+            batch = replace(batch, labels=labels, num_valid_tokens=0)
+        return batch
+
+    def train_step(step, *args):
+        weights[step - 1] = all_weights(trainer)
+        return plain_step(step, *args)
+
+    trainer.read_batch, trainer.train_step = read_batch, train_step
+    trainer.metrics.observers.append(rows.extend)
+    trainer.train()
+    release(trainer)
+    row = next((row for row in rows if row["step"] == NONFINITE_STEP), None)
+    return row, weights, trainer.progress
+
+
+WITHOUT_LABELS = {
+    "fsdp": (2, {}),
+    "accumulation": (1, {"training.local_batch_size": 2}),
+    "in backward": (2, {"optimizer.early_step_in_backward": "true"}),
+    "tp": (2, {"parallelism.tensor_parallel_degree": 2}),
+    "cp": (2, {"parallelism.context_parallel_degree": 2}),
+    "pp": (
+        2,
+        {"parallelism.pipeline_parallel_degree": 2, "training.local_batch_size": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", WITHOUT_LABELS)
+def test_a_step_without_labels_updates_nothing_and_has_no_loss(tmp_path, layout):
+    """Momentum and weight decay would move the weights; data, schedule and digests advance."""
+    ranks, overrides = WITHOUT_LABELS[layout]
+    argv = options(str(tmp_path), "float32", **{"training.local_batch_size": 4, **overrides})
+    (row, weights, progress), *_ = run_ranks(train_without_labels, ranks, argv)
+    assert row["loss"] is None and row["max_loss"] is None
+    assert row["skipped"] == 1 and row["num_valid_tokens"] == 0
+    for name, value in weights[NONFINITE_STEP].items():
+        assert (value == weights[NONFINITE_STEP - 1][name]).all(), name
+    assert any((v != weights[NONFINITE_STEP + 1][n]).any() for n, v in weights[3].items())
+    assert progress.step == 5

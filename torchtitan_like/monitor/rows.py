@@ -154,7 +154,9 @@ class RowCollector:
             "step": record.step,
             "n_tokens_seen": step.n_tokens_seen,
             "num_valid_tokens": record.num_valid_tokens,
-            "loss": _exact_sum([rank.loss_share for rank in ranks]),
+            "loss": _exact_sum([rank.loss_share for rank in ranks])
+            if record.num_valid_tokens
+            else None,
             "max_loss": _max_loss([rank.mean_loss for rank in ranks]),
             **_mtp_loss(ranks),
             "grad_norm": grad_norm,
@@ -236,9 +238,9 @@ def _exact_sum(values: Sequence[float]) -> float:
         return math.nan if is_nan else math.inf
 
 
-def _max_loss(means: Sequence[float]) -> float:
-    """Return the largest mean loss of a data rank: NaN if one is NaN, 0 if no rank has a label."""
+def _max_loss(means: Sequence[float]) -> float | None:
+    """Return the largest mean loss of a data rank: NaN if one is NaN, None if no rank has a label."""
     if any(map(math.isnan, means)):
         return math.nan
     largest = max(means)
-    return 0.0 if largest == -math.inf else largest
+    return None if largest == -math.inf else largest

@@ -89,7 +89,7 @@ class Console:
         mfu = row.get("mfu")
         parts = (
             ("red", f"step: {row['step']:2}"),
-            ("green", f"loss: {row['loss']:7.4f}"),
+            ("green", f"loss: {_format(row['loss'], '7.4f')}"),
             ("yellow", f"grad_norm: {row['grad_norm']:7.4f}"),
             ("cyan", f"memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)"),
             ("blue", f"tps: {_format(row.get('tps'), ',.0f')}"),
@@ -141,7 +141,9 @@ class Dashboard(ABC):
 
 def step_scalars(row: Row) -> dict[str, float]:
     """Return the scalars of a log step, by TorchTitan's names. Sources without labels have none."""
-    scalars = {name: float(row[key]) for key, name in STEP_SCALARS.items() if key in row}
+    scalars = {
+        name: float(row[key]) for key, name in STEP_SCALARS.items() if row.get(key) is not None
+    }
     for group, lr in row.get("group_lr", {}).items():
         scalars[f"lr/{group}"] = lr
     for source, values in row.get("sources", {}).items():

@@ -197,7 +197,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             recorder.num_muted -= 1
             num_tokens = geometry.global_batch_size * config.training.seq_len
             runner.compute_gradients(step, batch, num_tokens, num_tokens=num_tokens)
-            runner.update(is_logged=True)
+            runner.update(num_tokens, is_logged=True)
             gate.record(step)
             gc.collect()  # what only reference cycles hold is not part of a step
             recorder.recording.mark(f"step {step}")

@@ -71,14 +71,18 @@ class UpdateGate(Generic[Progress]):
         self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
         self.record(progress)
 
-    def gate(self, grad_norm: torch.Tensor) -> torch.Tensor:
-        """Return 1 if this step's update is to be skipped, else 0. 0-dim tensors; does not wait."""
+    def gate(self, grad_norm: torch.Tensor, *, has_labels: bool = True) -> torch.Tensor:
+        """Return 1 if this step's update is to be skipped, else 0. 0-dim tensors; does not wait.
+
+        has_labels: False if no token of the step has a label on any rank. Its norm is no spike, and
+            says nothing of the norms to come.
+        """
         # The product is 0 or NaN. `isfinite` launches more kernels.
         is_nonfinite = (grad_norm * 0).ne(0)
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
         self._is_frozen = torch.maximum(self._is_frozen, self._nonfinite_in_a_row > self._limit)
         skip = torch.maximum(is_nonfinite, self._is_frozen)
-        if self._norms is not None:
+        if self._norms is not None and has_labels:
             is_spike = (grad_norm > self._norms.limit(self._spike_threshold)).float()
             skip = torch.maximum(skip, is_spike)
             self._norms.add(grad_norm, unless=self._is_frozen)

@@ -121,6 +121,8 @@ class SpikeDetector:
             return
         for row in rows:
             step = row["step"]
+            if row["loss"] is None:  # a step without labels
+                continue
             for quantity in QUANTITIES:
                 self._check(quantity, step, float(row[quantity]))
             limits = {

@@ -209,7 +209,7 @@ def test_values_are_copied_exactly(
     ("shares", "num_labels", "loss", "max_loss"),
     [
         ([0.5, 0.0], [4, 0], 0.5, 1.0),  # a rank without labels
-        ([0.0, 0.0], [0, 0], 0.0, 0.0),  # no labels anywhere
+        ([0.0, 0.0], [0, 0], None, None),  # no labels anywhere
         ([math.nan, 1.0], [4, 4], math.nan, math.nan),
         ([1.0, math.nan], [4, 4], math.nan, math.nan),
         ([math.inf, 1.0], [4, 4], math.inf, math.inf),
@@ -219,8 +219,8 @@ def test_values_are_copied_exactly(
 def test_losses_without_labels_or_finite_values(
     shares: list[float],
     num_labels: list[int],
-    loss: float,
-    max_loss: float,
+    loss: float | None,
+    max_loss: float | None,
     build: Callable[..., Metrics],
     tmp_path: Path,
 ) -> None:
@@ -233,7 +233,7 @@ def test_losses_without_labels_or_finite_values(
             record(
                 1,
                 local=num_labels[rank],
-                valid=8,
+                valid=8 if any(num_labels) else 0,
                 loss_share=torch.tensor(shares[rank], dtype=torch.float64),
             )
         )
@@ -555,7 +555,7 @@ def test_mfu_above_100_percent_causes_one_warning(
 )  # fmt: skip
 def test_the_step_line_has_loss_memory_speed_and_eta(
     peak: float | None,
-    loss: float,
+    loss: float | None,
     line: str,
     build: Callable[..., Metrics],
     clock: Clock,
