@@ -179,6 +179,49 @@ def test_yarn_does_not_depend_on_the_length_of_the_tables():
     assert not torch.allclose(model(tokens), plain(tokens), rtol=1e-3)
 
 
+# ---- torch.compile
+
+
+def compile_blocks(model, backend):
+    torch.compiler.reset()
+    for block in model.layers.values():
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)
+
+
+@pytest.mark.parametrize("has_documents", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.nightly)]
+)
+def test_a_compiled_step_equals_an_eager_one(backend, has_documents):
+    args, model = build({})
+    tokens = some_tokens(args, seq=24)
+    positions = torch.arange(24).remainder(10).expand_as(tokens) if has_documents else None
+
+    def step():
+        model.zero_grad()
+        out = model(tokens, positions=positions)
+        out.square().mean().backward()
+        return [out, *(parameter.grad for parameter in model.parameters())]
+
+    expected = step()
+    compile_blocks(model, backend)
+    for value, expected_value in zip(step(), expected, strict=True):
+        assert (value - expected_value).norm() <= 1e-5 * expected_value.norm()
+
+
+@pytest.mark.parametrize("has_documents", [False, True])
+def test_blocks_compile_for_other_devices_than_a_cpu(has_documents):
+    """Tensors on `meta` take the paths of a GPU in half precision."""
+    args = resolve_args(GPT_OSS, "debugmodel", {**SMALL, "attn_type": "sdpa"})
+    with torch.device("meta"):
+        model = GPT_OSS.build(args).to(torch.bfloat16)
+        tokens = torch.zeros(2, 24, dtype=torch.int64)
+    compile_blocks(model, "aot_eager")
+    out = model(tokens, positions=torch.zeros_like(tokens) if has_documents else None)
+    out.sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 # ---- Hugging Face
 
 
