@@ -158,7 +158,7 @@ class RowCollector:
             if record.num_valid_tokens
             else None,
             "max_loss": _max_loss([rank.mean_loss for rank in ranks]),
-            **_mtp_loss(ranks),
+            **(_mtp_loss(ranks) if record.num_valid_tokens else {}),
             "grad_norm": grad_norm,
             "lr": record.lr,
             **({"group_lr": dict(record.group_lr)} if record.group_lr else {}),

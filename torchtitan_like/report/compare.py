@@ -140,12 +140,18 @@ def _is_same(a: Any, b: Any) -> bool:
     return repr(a) == repr(b)
 
 
-def _largest_difference(pairs: Sequence[tuple[float, float]]) -> float:
+def _largest_difference(pairs: Sequence[tuple[float | None, float | None]]) -> float:
     """Return the largest relative difference; infinite if only one of a pair is a number."""
-    differences = [
-        0.0 if _is_same(a, b) else abs(a - b) / abs(a) if a else abs(b) for a, b in pairs
-    ]
-    return max(math.inf if math.isnan(difference) else difference for difference in differences)
+    return max(_relative_difference(a, b) for a, b in pairs)
+
+
+def _relative_difference(a: float | None, b: float | None) -> float:
+    if _is_same(a, b):
+        return 0.0
+    if a is None or b is None:  # a step without labels
+        return math.inf
+    difference = abs(a - b) / abs(a) if a else abs(b)
+    return math.inf if math.isnan(difference) else difference
 
 
 # ---- environments

@@ -15,7 +15,7 @@ Row = dict[str, Any]
 
 MAX_ROWS = 1000
 MAX_BYTES = 8 * 2**20  # that hold them; the file of a long run is much larger
-METRICS_KEYS = ("step", "time", "n_tokens_seen", "loss", "grad_norm", "lr")  # in each row
+METRICS_KEYS = ("step", "time", "n_tokens_seen", "grad_norm", "lr")  # in each row
 METRICS_KINDS = {
     "step": INTEGER,
     "time": FINITE,

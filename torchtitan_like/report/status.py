@@ -63,7 +63,7 @@ class Progress:
     def loss_line(self) -> str:
         """Return loss, gradient norm and learning rate of the newest step."""
         last = self.rows[-1]
-        loss = "none" if last["loss"] is None else f"{float(last['loss']):.4f}"
+        loss = "none" if last.get("loss") is None else f"{float(last['loss']):.4f}"
         return f"loss {loss}, grad_norm {float(last['grad_norm']):.4f}, lr {last['lr']:.3g}"
 
     def rate_lines(self) -> list[str]:

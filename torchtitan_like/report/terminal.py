@@ -62,7 +62,7 @@ def _progress_view(progress: Progress, now: float) -> Iterable[RenderableType]:
         share = min(1.0, progress.step / progress.total_steps)
         bar.add_row(ProgressBar(total=1.0, completed=share, width=SPARKLINE_WIDTH), f"{share:.1%}")
         yield bar
-    losses = [float(row["loss"]) for row in progress.rows if row["loss"] is not None]
+    losses = [float(row["loss"]) for row in progress.rows if row.get("loss") is not None]
     first, last = progress.rows[0]["step"], progress.step
     yield Text(f"{sparkline(losses, SPARKLINE_WIDTH)}  loss of steps {first:,} to {last:,}")
     yield Text(progress.loss_line())

@@ -80,6 +80,15 @@ def test_a_value_that_is_not_a_number_is_named(
     assert f"{key} is 'many', not a" in error
 
 
+def test_a_missing_loss_of_one_run_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step without labels has no loss."""
+    runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5, loss={2: None})]
+    assert main(runs) == 1
+    assert "relative difference inf" in capsys.readouterr().out
+
+
 def test_data_only_ignores_the_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs = [write(tmp_path / "a", 5), write(tmp_path / "b", 5, loss={2: float("nan")})]
     assert main([*runs, "--data-only"]) == 0

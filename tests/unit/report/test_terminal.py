@@ -69,6 +69,14 @@ def test_the_view_shows_progress_loss_rate_and_events(tmp_path: Path) -> None:
     ]
 
 
+def test_the_view_shows_a_newest_step_without_labels(tmp_path: Path) -> None:
+    run = write_live_run(tmp_path / "run")
+    rows = [step_row(10, NOW - 4), step_row(11, NOW - 2) | {"loss": None, "max_loss": None}]
+    write_rows(run / "metrics.jsonl", rows)
+    os.utime(run / "metrics.jsonl", (NOW, NOW))
+    assert "loss none, grad_norm" in " ".join(view_of(run))
+
+
 def test_a_sparkline_shows_means_and_non_finite_values() -> None:
     assert sparkline([], 10) == ""
     assert sparkline([2.0], 10) == BARS[0] == sparkline([2.0, 2.0], 1)
