@@ -50,7 +50,12 @@ from torchtitan_like.build import (
     model_sections,
 )
 from torchtitan_like.checkpoint.averages import EMA_KEY
-from torchtitan_like.checkpoint.changes import check_changes, check_extensions, diff_settings
+from torchtitan_like.checkpoint.changes import (
+    check_changes,
+    check_extensions,
+    diff_settings,
+    warm_differences,
+)
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
@@ -212,6 +217,7 @@ class Trainer:
         )
         self.batches = data.batches
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
+        self._compare_warm_start()
         self.validation_sets = data.validation_sets
         self.bytes_of_token = data.bytes_of_token
         if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
@@ -404,6 +410,20 @@ class Trainer:
                 f"{'; '.join(reordered)}"
             )
         return differences + changes.accepted()
+
+    def _compare_warm_start(self) -> None:
+        """Warn of differences from the model and tokenizer that trained the initial weights."""
+        stored = self.start.manifest or {}
+        if self.start.kind != "warm" or "config" not in stored:
+            return
+        tokenizer = self.batches.fingerprint["tokenizer"]
+        changes = warm_differences(stored, self.config.model_dump(), tokenizer)
+        if changes:
+            logger.warning(
+                f"The weights in {self.start.path} were trained with other settings: "
+                f"{'; '.join(map(str, changes))}. Expected the same model and tokenizer. Restore "
+                "them, unless the change is intended"
+            )
 
     def _fall_back(self, start: Start) -> None:
         """Start from an older checkpoint, because all newer ones are damaged."""

@@ -108,6 +108,14 @@ def test_warm_start_loads_only_the_weights(tmp_path, tied):
         state_at_start, 2, options(str(tmp_path / "second"), "float32", **SAVING, **changes)
     )[0]
     assert state == (0, 0, 0, trained[3], 0)
+    changes |= {"model.args.n_heads": 8, "model.args.n_kv_heads": 4}
+    changes["model.args.rope_theta"] = 20000.0
+    run_ranks(state_at_start, 2, options(str(tmp_path / "third"), "float32", **SAVING, **changes))
+    logs = [
+        (tmp_path / f"{run}/attempts/1/logs/rank0.log").read_text() for run in ("second", "third")
+    ]
+    line = "n_heads 4 -> 8; model.args.n_kv_heads 2 -> 4; model.args.rope_theta "
+    assert [line in log for log in logs] == [False, True]
 
 
 def start_error(argv):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from torchtitan_like.config.fields import find
 from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, build_config
 from torchtitan_like.config.problems import ConfigError
+from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.util import registry
 
 # Settings that a run may resolve at its start -> their names in a manifest.
@@ -152,6 +154,44 @@ def check_extensions(stored: Mapping[str, Any], allowed: Sequence[str]) -> None:
             f"register. Expected the module that registers them: if you trust {module}, pass "
             f"--{CUSTOM_IMPORT_KEY} {module}, with the folder of a module in PYTHONPATH"
         )
+
+
+def warm_differences(
+    stored: Mapping[str, Any], current: Mapping[str, Any], tokenizer: str
+) -> list[Change]:
+    """Return what a warm start changes about the model that trained the weights.
+
+    These are arguments that both models have, settings of state "model", and the tokenizer.
+
+    stored: the manifest. current: this run's tables. tokenizer: this run's fingerprint of it.
+    Raises CheckpointError if the stored configuration cannot be read.
+    """
+    before, now = _complete(stored["config"]), _complete(current)
+    keys = [key for key in before.keys() & now.keys() if affected_state(key) == "model"]
+    old = {key: before[key] for key in keys} | _model_args(before)
+    new = {key: now[key] for key in keys} | _model_args(now)
+    # The arguments describe a flavor, the module is code, and the load reports another dtype.
+    for key in ("model.flavor", CUSTOM_IMPORT_KEY, "training.dtype"):
+        old.pop(key, None)
+    old_tokenizer = stored.get("data", {}).get("fingerprint", {}).get("tokenizer")
+    if old_tokenizer is not None:
+        old["tokenizer"], new["tokenizer"] = old_tokenizer, tokenizer
+    return [
+        Change(key, old[key], new[key])
+        for key in sorted(old.keys() & new.keys())
+        if old[key] != new[key]
+    ]
+
+
+def _model_args(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the resolved arguments of a model by dotted key; {} if this version cannot read them."""
+    prefix = "model.args."
+    given = {k.removeprefix(prefix): v for k, v in settings.items() if k.startswith(prefix)}
+    try:
+        args = resolve_args(get_spec(settings["model.name"]), settings["model.flavor"], given)
+    except (KeyError, ValueError):  # a model or an argument of another version or extension
+        return {key: value for key, value in settings.items() if key.startswith(prefix)}
+    return {prefix + ".".join(path): value for path, value in leaves(asdict(args))}
 
 
 def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:

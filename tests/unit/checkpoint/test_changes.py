@@ -11,11 +11,13 @@ from torchtitan_like.checkpoint.changes import (
     affected_state,
     check_changes,
     diff_settings,
+    warm_differences,
 )
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import dump_toml, load_config
 from torchtitan_like.config.facts import Affected
 from torchtitan_like.config.fields import all_settings
+from torchtitan_like.config.layers import parse_toml
 
 KEYS = [setting.key for setting in all_settings()]
 
@@ -296,3 +298,33 @@ def test_the_batch_size_may_change_if_the_data_position_is_not_loaded(
 def test_accepted_changes_that_affect_the_result_are_listed() -> None:
     now = "--optimizer.lr 1 --metrics.log_freq 7 --checkpoint.allow_change optimizer.lr"
     assert compare_runs("", now).accepted() == ["optimizer.lr 0.0008 -> 1.0"]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "differences"),
+    [
+        ("", "[optimizer]\nlr = 0.1", []),
+        ("[model.args]\nn_heads = 16", "[model.args]\nn_heads = 8", ["model.args.n_heads"]),
+        ("[model.args]\nn_heads = 16", "", []),  # the value of the flavor
+        ("[model.args]\nrope_theta = 500.0", "", ["model.args.rope_theta"]),
+        ("[model.args]\nunknown = 3\ndim = 8", "[model.args]\ndim = 16", ["model.args.dim"]),
+        ('[model]\nname = "gone"', "", ["model.name"]),
+        ('[training]\ndtype = "bfloat16"', "", []),  # the load converts, and logs it
+        (
+            "[quantize.linear.float8]\nemulate = true",
+            "",
+            ["quantize.linear.float8.emulate"],
+        ),
+    ],
+)
+def test_a_warm_start_names_what_the_weights_were_trained_with(
+    before: str, now: str, differences: list[str]
+) -> None:
+    stored = {"config": before}
+    assert keys(warm_differences(stored, parse_toml(now), "a")) == differences
+
+
+def test_a_warm_start_names_another_tokenizer() -> None:
+    stored = {"config": "", "data": {"fingerprint": {"tokenizer": "a"}}}
+    assert warm_differences(stored, {}, "a") == []
+    assert keys(warm_differences(stored, {}, "b")) == ["tokenizer"]
