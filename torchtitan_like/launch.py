@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.build import build_checkpointer
-from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
@@ -57,7 +57,7 @@ from torchtitan_like.util.units import GIB
 
 # Exit codes of the errors that all ranks raise together. The first matching class is used.
 CODES: dict[type[Exception], ExitCode] = {
-    ChangedError: ExitCode.BAD_CONFIG,
+    SettingsError: ExitCode.BAD_CONFIG,
     ConfigError: ExitCode.BAD_CONFIG,
     CheckpointError: ExitCode.STORAGE,
     CacheWriteError: ExitCode.STORAGE,

@@ -297,7 +297,7 @@ def test_finished_run_with_a_model_only_checkpoint_exits_with_done(tmp_path):
     longer = options(
         str(tmp_path / "run"), "float32", **{"checkpoint.enable": "true", "training.steps": 4}
     )
-    assert run_ranks(run_one_rank, 1, longer) == [ExitCode.STORAGE]
+    assert run_ranks(run_one_rank, 1, longer) == [ExitCode.BAD_CONFIG]
     assert (tmp_path / "run/checkpoint/step-2").exists()
 
 

@@ -5,7 +5,11 @@ class CheckpointError(Exception):
     """A checkpoint cannot be saved or loaded. The message names it, the cause, and the remedy."""
 
 
-class ChangedError(CheckpointError):
+class SettingsError(CheckpointError):
+    """The settings contradict the checkpoint or each other, so another start fails, too."""
+
+
+class ChangedError(SettingsError):
     """Settings that affect the result have changed since the checkpoint. The user must decide."""
 
 

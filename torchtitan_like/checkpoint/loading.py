@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_like.checkpoint.averages import EMA_KEY, average_entries
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.probes import wait_until_visible
@@ -203,7 +203,7 @@ def meta_rows(identity: Identity, path: Path) -> Rows:
     """
     spec = identity.spec
     if spec.meta_names is None:
-        raise CheckpointError(
+        raise SettingsError(
             f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
             "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
         )
@@ -251,7 +251,7 @@ def _targets(
             problems.append(f"{name} is {dtype}, this run needs {target.dtype}")
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
-        raise CheckpointError(
+        raise SettingsError(
             f"{path} does not match this run: {'; '.join(problems[:10])}{more}. Expected the "
             "tensors of this run. Set [model] and the dtypes as in the checkpoint, or load another "
             "one"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
 from torchtitan_like.checkpoint.step_folders import (
     NONFINITE,
     Manifest,
@@ -126,7 +126,7 @@ def decide_start(
             f"{folder} has no undamaged full checkpoint: {'; '.join(damage)}. {_RESTART_REMEDY}"
         )
     if section.start == "resume":
-        raise CheckpointError(
+        raise SettingsError(
             f"{folder} holds no full checkpoint. Expected one, because checkpoint.start = "
             "'resume'. Set start = 'auto' to start a new run"
         )
@@ -158,7 +158,7 @@ def _new_run(section: Checkpoint, folder: Path, hf_assets_path: Path) -> Start:
     setting = "create_seed_checkpoint = true" if is_seed else f"start = {section.start!r}"
     names = [path.name for _, path in _checkpoints(folder)]
     if names:
-        raise CheckpointError(
+        raise SettingsError(
             f"{folder} holds {len(names)} checkpoints (newest: {names[-1]}), but "
             f"checkpoint.{setting} starts a new run at step 0. Expected no checkpoints. Choose "
             "another job.dump_folder, move them away, or set start = 'auto' to continue that run"
@@ -190,7 +190,7 @@ def _named_step(number: int, folder: Path, steps: list[StepFolder]) -> Start:
     full_steps = ", ".join(str(step.step) for step in steps if step.is_full) or "none"
     format_name = format_of(folder / step_name(number))
     note = f"; step-{number} has only weights ({FORMAT_NAMES[format_name]})" if format_name else ""
-    raise CheckpointError(
+    raise SettingsError(
         f"checkpoint.load_step = {number}, but {folder} has no full checkpoint of that step{note}. "
         f"Expected a full checkpoint ({full_steps}). Set load_step to one, or to -1 for the newest"
     )
@@ -205,7 +205,7 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
     if [number for number, _ in checkpoints] == [0]:
         step_0 = checkpoints[0][1]
         if section.initial_load_path:
-            raise CheckpointError(
+            raise SettingsError(
                 f"There are two sources of weights: {step_0} and checkpoint.initial_load_path = "
                 f"{section.initial_load_path!r}. Expected one. Move the first away, or unset the "
                 "second"
@@ -213,7 +213,7 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
         return _weights(section, step_0, "step-0 from the user, and no later checkpoint")
     if checkpoints:  # of a finished run, which never restarts automatically
         newest = checkpoints[-1][1]
-        raise CheckpointError(
+        raise SettingsError(
             f"{folder} holds only weights (newest: {newest.name}, "
             f"{FORMAT_NAMES[format_of(newest) or 'step']}). Expected a full checkpoint to resume "
             "from. To start a new run from these weights, set checkpoint.initial_load_path = "
@@ -246,7 +246,7 @@ def _initial(
         return Start("resume", step, path, reason, format="dcp")
     manifest = start.manifest or {}
     if manifest.get("kind") != "full":
-        raise CheckpointError(
+        raise SettingsError(
             f"checkpoint.initial_load_path = {str(path)!r} holds only weights "
             f"({FORMAT_NAMES[start.format]}). Expected a full checkpoint, because "
             "checkpoint.initial_load_model_only = false. Set checkpoint.initial_load_model_only = true, or set the path to "
@@ -258,7 +258,7 @@ def _initial(
 
 def _check_unfinished(path: Path, step: int, last_step: int | None) -> None:
     if last_step is not None and step >= last_step:
-        raise CheckpointError(
+        raise SettingsError(
             f"checkpoint.initial_load_path = {str(path)!r} is at step {step}. Expected a step before "
             f"training.steps = {last_step}. Raise training.steps, or set "
             "checkpoint.initial_load_model_only = true to start at step 0"
@@ -268,19 +268,19 @@ def _check_unfinished(path: Path, step: int, last_step: int | None) -> None:
 def _weights(section: Checkpoint, path: Path, reason: str) -> Start:
     """Return a warm start from a folder of any known format. Raises CheckpointError."""
     if "model" in section.exclude_from_loading and section.initial_load_model_only:
-        raise CheckpointError(
+        raise SettingsError(
             "checkpoint.exclude_from_loading contains 'model'. Expected no 'model', because a warm "
             "start loads only the weights. Remove it, or start from new weights: checkpoint.start = 'scratch'"
         )
     format_name = format_of(path)
     if format_name is None:
-        raise CheckpointError(
+        raise SettingsError(
             f"{path} is not a checkpoint. Expected manifest.json, .metadata, *.safetensors, or "
             "consolidated.*.pth. Give the full path of a step, such as "
             "outputs/checkpoint/step-100"
         )
     if section.initial_load_in_hf and format_name != "hf":
-        raise CheckpointError(
+        raise SettingsError(
             f"checkpoint.initial_load_in_hf = true, but {path} holds {FORMAT_NAMES[format_name]}. "
             f"Expected {FORMAT_NAMES['hf']}. Unset it: the format is detected"
         )

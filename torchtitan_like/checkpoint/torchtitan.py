@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.stateful import Progress, Stateful
 from torchtitan_like.checkpoint.votes import Votes
@@ -74,7 +74,7 @@ def check_data_choice(
     """
     if "dataloader" in excluded or (skip_steps and skip_steps[0][0] == 1):
         return
-    raise CheckpointError(
+    raise SettingsError(
         f"{start.path} has a dataloader state of TorchTitan, which cannot be loaded. Expected a "
         "choice, because the order of samples is another one here. Skip as many samples as "
         f"{start.step} steps of this run read: --training.skip_steps '[[1, {start.step}]]'. Or "
@@ -135,7 +135,7 @@ def _load_optimizer(
     state = optimizer.state_dict()
     matches = {name: _STATE.fullmatch(name) for name in state}
     if others := sorted(name for name, match in matches.items() if match is None):
-        raise CheckpointError(
+        raise SettingsError(
             f"{path} cannot be resumed: TorchTitan has no counterpart of {', '.join(others[:5])}. "
             "Expected the state of Adam alone. Load only the weights: "
             "checkpoint.initial_load_model_only = true"
@@ -156,7 +156,7 @@ def _count_updates(path: Path, step: int) -> float:
     entries = _read(path, lambda names: _moment_names("step", names).values())
     updates = {float(value) for value in entries.values()}
     if updates != {float(step)}:
-        raise CheckpointError(
+        raise SettingsError(
             f"{path}: Adam's steps are {sorted(updates)}. Expected {step} for every parameter, "
             "which is the step of the run. Load only the weights: "
             "checkpoint.initial_load_model_only = true"
@@ -168,7 +168,7 @@ def _check_schedule(path: Path, step: int) -> None:
     """The learning rate is a function of the step here, so both positions must be equal."""
     position = _read_numbers(path, [_EPOCH])[_EPOCH]
     if position != step:
-        raise CheckpointError(
+        raise SettingsError(
             f"{path}: {_EPOCH} is {position}. Expected {step}, the step of the run. To ignore it, "
             "add lr_scheduler to checkpoint.exclude_from_loading"
         )
@@ -189,7 +189,7 @@ def _read_numbers(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """Read integers by stored name. Raises CheckpointError if one is absent or not an integer."""
     numbers = _read(folder, lambda stored: [name for name in names if name in stored])
     if problems := [name for name in names if type(numbers.get(name)) is not int]:
-        raise CheckpointError(
+        raise SettingsError(
             f"{folder} has no number {', '.join(problems)}. Expected a full checkpoint of TorchTitan "
             "0.2. Load only the weights: checkpoint.initial_load_model_only = true"
         )

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.checkpoint.storage import StorageReader
 
 from torchtitan_like.checkpoint.dcp_metadata import METADATA
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.hf.load import Source, config_differences, load_weights
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, crop_to_chunk
 from torchtitan_like.checkpoint.identity import Identity
@@ -59,7 +59,7 @@ def load_upcycled(
     assert path is not None
     upcycling = spec.upcycling(args)
     if isinstance(upcycling, str):
-        raise CheckpointError(
+        raise SettingsError(
             f"{KEY} = true, but {spec.name} cannot be upcycled: {upcycling}. Expected a family "
             f"with dense models and the same model with experts. Set {KEY} = false"
         )
@@ -81,7 +81,7 @@ def load_upcycled(
         source = votes.run_on_leader(lambda: open_dcp(path))
         dense_rows = spec.meta_names(upcycling.dense_args)
     else:
-        raise CheckpointError(
+        raise SettingsError(
             f"{KEY} = true, but {path} holds Meta's consolidated.*.pth files. Expected a native "
             "step, a checkpoint of TorchTitan, or Hugging Face safetensors. Convert it first"
         )
@@ -128,7 +128,7 @@ def _check_sizes(source: Source, rows: Rows, upcycling: Upcycling, args: Any) ->
     _, dense = upcycling.copied[0]
     num_layers = next(i for i in count() if external(dense.format(i)) not in source.stored)
     if num_layers == 0:
-        raise CheckpointError(
+        raise SettingsError(
             f"{KEY} = true, but {source.path} has no tensor {external(dense.format(0))}. Expected "
             f"a dense model of this family. To load a model that has experts, set {KEY} = false"
         )
@@ -142,7 +142,7 @@ def _check_sizes(source: Source, rows: Rows, upcycling: Upcycling, args: Any) ->
             f"{key} = {size} (this run: {getattr(args, key)})" for key, size in differing.items()
         )
         remedy = ", ".join(f"model.args.{key} = {size}" for key, size in differing.items())
-        raise CheckpointError(
+        raise SettingsError(
             f"{source.path} is a dense model with {differences}. Expected equal sizes, because "
             f"{KEY} = true copies its feed-forward networks whole. Set {remedy}, or load another "
             "checkpoint"

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.os_errors import describe_os_error
 
 T = TypeVar("T")
 # Subclasses of CheckpointError that keep their class on all ranks. Others become CheckpointError.
-PRESERVED_CLASSES = (DamagedError, LockedError)
+PRESERVED_CLASSES = (DamagedError, LockedError, SettingsError)
 
 
 class Votes:

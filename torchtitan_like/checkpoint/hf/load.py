@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
 from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, plan_reads
 from torchtitan_like.checkpoint.votes import Votes
@@ -95,7 +95,7 @@ class LoadReport:
         ]
         problems = [f"{len(names)} {kind}: {', '.join(names)}" for kind, names in kinds if names]
         if problems:
-            raise CheckpointError(
+            raise SettingsError(
                 f"{self.path} does not contain the weights of this model. Tensors: "
                 + "; ".join(problems)
                 + ". Set model.flavor and [model.args] (such as n_layers, vocab_size, "
@@ -280,7 +280,7 @@ def _check_ties(source: Source, pairs: Mapping[str, tuple[Any, Any]]) -> None:
     for alias, (copy, original) in pairs.items():
         shards = zip(local_boxes(copy), local_boxes(original), strict=True)
         if not all(torch.equal(a, b) for (_, a), (_, b) in shards):
-            raise CheckpointError(
+            raise SettingsError(
                 f"{source.path}: {alias} has its own values, but this model ties it to another "
                 "tensor. Expected equal values: set enable_weight_tying = false in [model.args]"
             )

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, SettingsError
 from torchtitan_like.checkpoint.hf.mxfp4 import (
     BLOCKS,
     SCALES,
@@ -153,12 +153,12 @@ def _find_block(folder: Path, *, quantized: bool, kind: str) -> tuple[int, ...]:
             "Hugging Face model: copy the file again"
         ) from error
     if kind and not quantized:
-        raise CheckpointError(
+        raise SettingsError(
             f"{folder} contains {kind} weights with block scales. Expected weights without scales: "
             "set checkpoint.initial_load_in_hf_quantized = true"
         )
     if quantized and not kind:
-        raise CheckpointError(
+        raise SettingsError(
             f"checkpoint.initial_load_in_hf_quantized is true, but {folder} has no block scales. "
             f"Expected float8 weights with tensors NAME{SCALE}, or MXFP4 weights"
             + (f"; its config.json has {method}" if method else ": set it to false")
