@@ -6,8 +6,9 @@ It takes torchrun's arguments. The differences:
 - The ranks end when this process does, even after SIGKILL.
 - A second signal does not end it while the ranks save.
 - After its ranks have ended, it waits `EXIT_BARRIER_S` for the other launchers, not 300 s.
-- It returns the code of ranks that stop before the first step, and 1 after a signal or a crash.
-  After an end that all ranks agree on it returns 0, and exit.json has the code.
+- It returns the code of ranks that stop before the first step, 128 + N after signal N, 137 if a
+  rank was killed, and 1 after any other crash. After an end that all ranks agree on it returns 0,
+  and exit.json has the code.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torch.distributed.launcher import api as launcher_api
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
 from torchtitan_like.launcher.options import DEFAULT_PORT
-from torchtitan_like.util.exit_codes import CRASH, ExitCode
+from torchtitan_like.util.exit_codes import CRASH, KILLED, ExitCode
 from torchtitan_like.util.output import show_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -60,7 +61,9 @@ def stop_once(signum: int, _frame: FrameType | None) -> None:
     """
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
-    raise SignalException(f"received signal {signum}", sigval=signal.Signals(signum))
+    # Ranks do not handle SIGHUP.
+    passed_on = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+    raise SignalException(f"received signal {signum}", sigval=passed_on)
 
 
 def main(argv: list[str]) -> int:
@@ -78,14 +81,15 @@ def main(argv: list[str]) -> int:
     launcher_api.LocalElasticAgent = agent  # type: ignore[misc, assignment]
     try:
         record(torch_run.run)(arguments)
-    except SignalException:  # the ranks have ended
-        return CRASH
+    except SignalException as error:  # the ranks have ended
+        return 128 + error.sigval
     except ChildFailedError as error:
-        code = early_code({failure.exitcode for failure in error.failures.values()})
+        codes = {failure.exitcode for failure in error.failures.values()}
+        code = early_code(codes)
         if code is not None:
             return int(code)
         show_error(str(error))
-        return CRASH
+        return KILLED if -signal.SIGKILL in codes else CRASH
     return 0
 
 

@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
-from torchtitan_like.util.exit_codes import CRASH, ExitCode
+from torchtitan_like.util.exit_codes import CRASH, KILLED, ExitCode
 from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
@@ -90,14 +90,17 @@ def report_end(
 ) -> int:
     """Print the end of a run that returned ``code``. Returns the exit code of the launcher.
 
-    After an end that all ranks agree on, torchrun returns 0, and after a signal 1. The exit code is
-    then in the exit.json of this attempt. A single rank without torchrun returns it directly.
+    After an end that all ranks agree on, torchrun returns 0, and after signal N 128 + N. The exit
+    code is then in the exit.json of this attempt. A single rank without torchrun returns it
+    directly.
     """
     folder = Path(config["job"]["dump_folder"])
     exit_folder = folder
     # If its folder cannot be written, a run writes exit.json into the folder of its launcher.
     if launcher_folder is not None and (launcher_folder / EXIT).exists():
         exit_folder = launcher_folder
+    if passed_on is None and code - 128 in list(CODES):  # torchrun itself got the signal
+        passed_on = signal.Signals(code - 128)
     stop = None if passed_on is None else CODES[passed_on]
     end = None
     try:
@@ -108,7 +111,9 @@ def report_end(
         problem = describe_os_error(error) if isinstance(error, OSError) else str(error)
         show_error(f"{problem} Look for the end of the run in the logs below {folder / ATTEMPTS}.")
         return CRASH
-    if end is not None and (code == 0 or stop is not None or code == end.code):
+    # Torchrun may be killed after the ranks have agreed on their end.
+    is_agreed = code == 0 or stop is not None or (code == KILLED and end and end.step is not None)
+    if end is not None and (is_agreed or code == end.code):
         return _report_agreed(config, end, start)
     if code == 0:
         # With several machines, rank 0 may write the file into a folder that is not visible here.
@@ -179,7 +184,10 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     if first is None:
         where = f"in {attempts}: it was killed, or its error is above and could not be written"
         show_error(f"The run has crashed, and no rank has recorded an error {where}")
-        return code
+        if code == KILLED:
+            code = ExitCode.LOST_PEER
+            _write_exit(folder, RunEnd(code.reason, int(code), None))
+        return int(code)
     attempt, record, ranks = first
     if record["phase"] == "config":
         return _report_refusal(folder, first)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+KILLED = 128 + 9  # a shell's code of a process that SIGKILL has ended; the system kills so, too
 CRASH = 1  # any error that the ranks did not agree on; without an exit.json
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.launcher.outcome import report_crash
+from torchtitan_like.launcher.outcome import Start, report_crash, report_end
 from torchtitan_like.monitor.errors import record_error
+from torchtitan_like.util.run_directory import RunEnd, read_exit, write_exit
 
 
 def test_damaged_data_on_one_rank_returns_the_code_of_bad_data(
@@ -31,3 +32,28 @@ def test_damaged_data_on_one_rank_returns_the_code_of_bad_data(
         "step": 7,
     }
     assert "rank 1, step 7, phase data:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("returned", "written", "expected"),
+    [
+        (0, RunEnd("requeue", 75, 3), 75),
+        (143, RunEnd("requeue", 75, 3), 75),  # torchrun alone got SIGTERM
+        (130, RunEnd("interrupted", 130, 3), 130),
+        (137, RunEnd("requeue", 75, 3), 75),  # torchrun was killed after the ranks had agreed
+        (137, None, 69),  # a rank was killed, or all of them
+        (1, None, 1),
+        (1, RunEnd("requeue", 75, None), 1),  # a rank was stopped because another one crashed
+    ],
+)
+def test_the_code_follows_exit_json_after_a_signal_to_any_process(
+    tmp_path: Path, returned: int, written: RunEnd | None, expected: int
+) -> None:
+    (tmp_path / "attempts" / "1").mkdir(parents=True)
+    if written is not None:
+        write_exit(tmp_path, written)
+    config = {"job": {"dump_folder": str(tmp_path)}, "checkpoint": {"folder": "checkpoint"}}
+    start = Start(0.0, 1, "titan train", ["titan"])
+    assert report_end(config, returned, None, start) == expected
+    if expected not in (0, 1):
+        assert read_exit(tmp_path).code == expected
