@@ -17,6 +17,7 @@ from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
+from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
@@ -255,7 +256,10 @@ def build_model(
 
 
 def describe_attention(args: Any, training: Training, seq_len: int, device: torch.device) -> str:
-    """Return the log line on what computes the attention of a model with these sizes; or ""."""
+    """Return the log line on what computes the attention of a model with these sizes; or "".
+
+    Raises ConfigError if the selected backend cannot.
+    """
     attn_type = getattr(args, "attn_type", "")
     if not attn_type:
         return ""
@@ -264,6 +268,10 @@ def describe_attention(args: Any, training: Training, seq_len: int, device: torc
     heads = (args.n_heads, getattr(args, "n_kv_heads", None) or args.n_heads)
     dtype = DTYPES[training.mixed_precision_param]
     backend = kernels.describe_backend(heads, seq_len, args.head_dim, dtype, device)
+    if not backend:
+        expected = f"a backend for heads of {args.head_dim} elements in {dtype} on {device.type}"
+        key, remedy = "training.attention_backend", 'set it to "auto"'
+        raise ConfigError([Problem(key, training.attention_backend, expected, remedy)])
     return (
         f"Attention: scaled_dot_product_attention by the {backend} backend where it is causal "
         f'(training.attention_backend = "{training.attention_backend}")'

@@ -401,7 +401,8 @@ def test_a_backend_that_is_known_to_be_wrong_is_not_used(backend):
 
 
 @pytest.mark.parametrize(
-    ("name", "used"), [("auto", "flash"), ("flash", "flash"), ("math", "math")]
+    ("name", "used"),
+    [("auto", "flash"), ("flash", "flash"), ("math", "math"), ("cudnn", "")],
 )
 def test_the_log_names_the_backend(backend, name, used):
     backend(name)

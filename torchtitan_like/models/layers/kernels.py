@@ -111,19 +111,25 @@ def _only(backends: list[str]) -> Any:
 def describe_backend(
     heads: tuple[int, int], seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Return the name of the backend that computes causal attention of these shapes.
+    """Return the name of the backend that computes causal attention of these shapes; "" if none can.
 
     heads: of queries, and of keys and values.
     """
     from torch.nn.attention import SDPBackend
 
-    q, k = (
-        torch.empty(1, n, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
-        for n in heads
-    )
-    with _only(_backends(q, k, None)):
-        grouped = heads[0] != heads[1]
-        choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped)
+    one_head = torch.empty(head_dim, dtype=dtype, device=device, requires_grad=True)
+    q, k = (one_head.expand(1, num_heads, seq_len, head_dim) for num_heads in heads)
+    backends = _backends(q, k, None)
+    if not q.is_cpu and (dtype not in _HALF or "flash" not in backends):
+        k = q  # see `causal_attention`
+    grouped = q.shape[1] != k.shape[1]
+    try:
+        with _only(backends):
+            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped)
+    except RuntimeError as error:
+        if "No viable backend" not in str(error):
+            raise
+        return ""
     names = {getattr(SDPBackend, backend).value: name for name, backend in BACKENDS.items()}
     return names[choice]
 
