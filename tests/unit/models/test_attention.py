@@ -489,3 +489,20 @@ def test_gpu_queries_are_at_the_last_positions_of_the_keys(dtype, head_dim):
     )
     assert all(relative(a, b) < 1e-2 for a, b in zip(actual, expected, strict=True))
     assert kernels._is_flash_possible(q, k, v) == (dtype == torch.bfloat16 and head_dim == 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_each_gpu_backend_equals_a_plain_softmax(backend, name, kv_heads):
+    size = {"queries": 256, "keys": 256, "head_dim": 64}
+    q, k, v, grad = tensors(torch.bfloat16, kv_heads=kv_heads, device="cuda", **size)
+    sees = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril()
+    backend(name)
+    used = kernels.describe_backend((4, kv_heads), 256, 64, torch.bfloat16, q.device)
+    actual = with_gradients(causal_attention, q, k, v, grad)
+    expected = with_gradients(
+        lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad.double()
+    )
+    assert used == name
+    assert all(relative(a, b) < 1e-2 for a, b in zip(actual, expected, strict=True))
