@@ -30,6 +30,7 @@ from tests.harness.runner import (
     trainer_environment,
 )
 from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.run_directory import read_errors
 
 
@@ -165,7 +166,7 @@ def test_run_listens_only_on_loopback_and_ends_with_its_launcher(tmp_path: Path)
     finally:
         kill_session(process)
     assert not alive, output
-    assert process.returncode == 128 + signal.SIGKILL, output[-3000:]
+    assert process.returncode == ExitCode.LOST_PEER, output[-3000:]
 
 
 # Halts a rank at its import of torch.
