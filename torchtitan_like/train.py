@@ -75,7 +75,7 @@ from torchtitan_like.data.batches.batch import (
     count_valid,
     count_valid_by_source,
 )
-from torchtitan_like.data.errors import CacheWriteError, DataMismatch
+from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
 from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync, free_gathered
 from torchtitan_like.distributed.determinism import seed_everything
@@ -216,6 +216,7 @@ class Trainer:
             settings=config.extra_sections,
         )
         self.batches = data.batches
+        self.batches.is_interrupted = requests.has_stop
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self._compare_warm_start()
         self.validation_sets = data.validation_sets
@@ -830,6 +831,8 @@ class Trainer:
         except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step
             logger.error(str(error))
             self.requests.add(Request.WRITE_FAILED)
+        except ReadInterrupted:
+            logger.warning(f"The batch of step {step} is late, and the run stops without it")
         seconds = time.perf_counter() - started
         self._note_requests()
         counts = self.requests.take()

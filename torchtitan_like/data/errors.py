@@ -11,6 +11,10 @@ class WorkerKilled(DataError):
     """A tokenizing process was killed, usually because memory ran low. A new start continues."""
 
 
+class ReadInterrupted(Exception):
+    """The run stops while it waits for a batch. Every rank stops before the step of that batch."""
+
+
 class CacheWriteError(DataError):
     """A file of the token cache could not be written, usually because the disk is full."""
 

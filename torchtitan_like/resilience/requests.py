@@ -73,6 +73,10 @@ class Requests:
         """Send `request` with the next step."""
         self._pending.add(request)
 
+    def has_stop(self) -> bool:
+        """Return True if a pending request ends the run."""
+        return any(request in EXIT_CODES for request in self._pending)
+
     def take(self) -> list[int]:
         """Return the counts to send, one per `Request`, and clear the pending requests."""
         # Swap before counting: a signal may arrive between any two operations.

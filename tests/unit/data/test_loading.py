@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,7 +26,10 @@ from torchtitan_like.config.sections_training import (
 )
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.batches.workers import PlannedBatches, describe_core_shortage
+from torchtitan_like.data.batches.workers import (
+    PlannedBatches,
+    describe_core_shortage,
+)
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -130,16 +134,19 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
 
 FAILING_SCRIPT = """
 import builtins, sys
+import torch
+from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.config.sections_training import DataLoader
 from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
 
 def plans():
     yield from range(1000)
 
-PlannedBatches.__getitem__ = lambda self, plan: plan
+tensor = torch.zeros(1)
+PlannedBatches.__getitem__ = lambda self, plan: Batch(tensor, tensor, tensor, 0, 0, [], plan, 1)
 batches = make_reader(PlannedBatches(None, 1, with_positions=False), plans, DataLoader(num_workers=3))()
 builtins.kept = batches  # as a traceback would keep it alive
-assert next(batches) == 0
+assert next(batches).position == 0
 raise ValueError("the error that ends the run")
 """
 
@@ -229,3 +236,45 @@ def test_a_single_core_is_reported_with_and_without_workers(num_workers: int) ->
         and "Only 1 CPU core is available" in warning
         and "--cpus-per-task" in warning
     )
+
+
+SILENT_SCRIPT = """
+import signal, sys
+from torchtitan_like.config.sections_training import DataLoader
+from torchtitan_like.data.batches import workers
+
+workers.POLL_SECONDS, workers.MAX_SECONDS = 0.1, 0.2
+workers.PlannedBatches.__getitem__ = lambda self, plan: signal.pause()
+batches = workers.PlannedBatches(None, 1, with_positions=False)
+is_interrupted = sys.argv[1] == "interrupted"
+next(workers.make_reader(batches, lambda: iter([1]), DataLoader(num_workers=1), lambda: is_interrupted)())
+"""
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ("interrupted", "ReadInterrupted"),
+        ("waiting", "RuntimeError: The data loader's workers have"),
+    ],
+)
+def test_a_process_ends_its_wait_for_a_silent_worker(state: str, error: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SILENT_SCRIPT, state],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert error in result.stderr.rstrip().splitlines()[-1]
+
+
+def test_workers_need_no_socket(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, read_by: Build
+) -> None:
+    """The path of a socket in a temporary folder of 81 characters is too long."""
+    folder = tmp_path / ("t" * 100)
+    folder.mkdir()
+    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", str(folder))  # type: ignore[attr-defined]
+    assert contents(next(read_by(1))) == contents(next(read_by(0)))

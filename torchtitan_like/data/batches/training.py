@@ -154,6 +154,8 @@ class TrainBatches:
         self._allow_change = allow_change
         self._dataloader = dataloader
         self._reader: Iterator[Batch] | None = None
+        # Returns True if the run is to stop. A batch that is late then raises ReadInterrupted.
+        self.is_interrupted: Callable[[], bool] = lambda: False
         # The position after all samples that any rank has read or skipped.
         self.position = 0
         self._ahead_from = 0
@@ -178,7 +180,9 @@ class TrainBatches:
 
     def __next__(self) -> Batch:
         if self._reader is None:
-            self._reader = make_reader(self._batches, self._plans, self._dataloader)()
+            self._reader = make_reader(
+                self._batches, self._plans, self._dataloader, lambda: self.is_interrupted()
+            )()
         batch = next(self._reader)
         if self._streams:
             batch = self._advance_streams(batch)

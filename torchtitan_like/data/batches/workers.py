@@ -10,13 +10,17 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import Dataset
 
 from torchtitan_like.data.batches.batch import Batch, Plan, assemble
+from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.data.samples.packing import JoinedSamples
 
 if TYPE_CHECKING:
@@ -25,6 +29,14 @@ if TYPE_CHECKING:
 # Signals that a terminal or batch system sends to every process. Workers ignore them: they end with
 # the main process.
 _IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+POLL_SECONDS = 2  # between two looks for a request to stop, while the next batch is late
+MAX_SECONDS = 300.0  # of waiting for one batch
+
+# Iterators with a silent worker. Their destructors would wait for it; `_kill_workers` ends it.
+_abandoned: list[Iterator[Batch]] = []
+
+_TENSORS = ("tokens", "labels", "sources", "positions")  # of a batch
 
 
 class PlannedBatches(Dataset[Batch]):
@@ -44,11 +56,16 @@ class PlannedBatches(Dataset[Batch]):
 
 
 def make_reader(
-    batches: PlannedBatches, make_plans: Callable[[], Iterator[Plan]], section: DataLoader
+    batches: PlannedBatches,
+    make_plans: Callable[[], Iterator[Plan]],
+    section: DataLoader,
+    is_interrupted: Callable[[], bool] = lambda: False,
 ) -> Callable[[], Iterator[Batch]]:
     """Return a function that starts an iterator over the batches of ``make_plans()``.
 
-    It reads in this process, or ahead in ``section.num_workers`` worker processes.
+    It reads in this process, or ahead in ``section.num_workers`` worker processes. The iterator
+    raises ReadInterrupted if a batch is late and ``is_interrupted()``, and RuntimeError if the
+    workers send nothing for `MAX_SECONDS`.
     """
     if section.num_workers == 0:
         return lambda: map(batches.__getitem__, make_plans())
@@ -61,7 +78,7 @@ def make_reader(
             batches,
             sampler=_Plans(make_plans),
             batch_size=None,
-            collate_fn=_unchanged,
+            collate_fn=_to_arrays,
             num_workers=section.num_workers,
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
@@ -69,8 +86,9 @@ def make_reader(
             # Forked workers share a memory-mapped file; spawned workers would copy its content.
             multiprocessing_context="fork",
             snapshot_every_n_steps=2**31,
+            timeout=POLL_SECONDS,
         )
-    return lambda: _start(loader)
+    return lambda: _receive(_start(loader), is_interrupted)
 
 
 def describe_core_shortage(num_workers: int, num_ranks: int, num_cores: int) -> str | None:
@@ -102,6 +120,32 @@ def _start(loader: Iterable[Batch]) -> Iterator[Batch]:
     return batches
 
 
+def _receive(batches: Iterator[Batch], is_interrupted: Callable[[], bool]) -> Iterator[Batch]:
+    """Yield the batches of the workers. A worker may live and never send its batch."""
+    started = time.monotonic()
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            if is_interrupted():
+                _abandoned.append(batches)
+                raise ReadInterrupted from None
+            if time.monotonic() - started > MAX_SECONDS:
+                _abandoned.append(batches)
+                raise RuntimeError(
+                    f"The data loader's workers have sent no batch for {MAX_SECONDS:.0f} seconds. "
+                    "Expected the next batch: look for their errors above, check the storage of the "
+                    "data, or set training.dataloader.num_workers = 0"
+                ) from None
+            continue
+        yield _to_tensors(batch)
+        started = time.monotonic()
+
+
 def _kill_workers() -> None:
     """Kill the workers of an iteration that an error interrupted, at the exit of this process.
 
@@ -123,8 +167,24 @@ class _Plans:
         return self._make()
 
 
-def _unchanged(batch: Batch) -> Batch:
-    return batch
+def _to_arrays(batch: Batch) -> Batch:
+    """Replace the tensors by arrays, which travel in the worker's pipe.
+
+    Tensors need shared memory and a socket, whose path has at most 107 characters.
+    """
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in _values(batch)}
+    return replace(batch, **arrays)
+
+
+def _to_tensors(batch: Batch) -> Batch:
+    tensors: dict[str, Any] = {name: torch.from_numpy(array) for name, array in _values(batch)}
+    return replace(batch, **tensors)
+
+
+def _values(batch: Batch) -> list[tuple[str, Any]]:
+    """Return the tensors of a batch, or the arrays in their place, by field."""
+    values = [(name, getattr(batch, name)) for name in _TENSORS]
+    return [(name, value) for name, value in values if value is not None]
 
 
 def _ignore_signals(worker: int) -> None:
