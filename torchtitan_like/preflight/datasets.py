@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -120,6 +121,11 @@ def _check_files(
             check_name(path)
         except DataError as error:
             yield Problem(key, None, f"files that can be read; {error}")
+        return
+    if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path):
+        expected = f"local files, or hf://datasets/...; data at {scheme[0]} cannot be read"
+        remedy = "copy the files to a disk of this machine, and set the path to their folder"
+        yield Problem(key, None, expected, remedy, involves=involves)
         return
     if is_tokens and any(_matches(path + ending) for ending in (".bin", ".idx")):
         return
