@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import json
 import logging
 import os
@@ -29,6 +31,7 @@ from torchtitan_like.data.text.documents import OnBadRecord, find_corpus
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.tokens import checked_file, encoding, token_cache, token_file
 from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.tokens.corpus_folder import tokenize_corpus
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy
 from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
 from torchtitan_like.data.tokens.token_file import TokenFile
@@ -434,6 +437,46 @@ def test_an_existing_cache_in_a_read_only_folder_is_used(
         assert cache(corpus, tokenizer, dump_folder=str(run)).folder == built.folder
     assert not list(run.iterdir())
     os.chmod(corpus / ".token_cache", 0o755)
+
+
+@pytest.mark.parametrize("private", ["folder", "files"])
+def test_a_private_cache_of_another_user_is_built_again_elsewhere(
+    read_only_corpus: tuple[Path, Path],
+    tokenizer: Tokenizer,
+    private: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus, run = read_only_corpus
+    monkeypatch.setenv("XDG_CACHE_HOME", str(run / "home"))
+    os.chmod(corpus, 0o755)
+    folder = cache(corpus, tokenizer).folder
+    for path in [folder.parent] if private == "folder" else list(folder.iterdir()):
+        os.chmod(path, 0o700 if path.is_dir() else 0o600)
+    with as_user_without_rights():
+        file = cache(corpus, tokenizer, dump_folder=str(run))
+    assert file.folder.is_relative_to(run / "home")
+
+
+def test_a_cache_folder_without_file_locks_is_not_used(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent / "home"))
+    caplog.set_level(logging.INFO)
+    flock = fcntl.flock
+
+    def refuse(file: Any, operation: int) -> None:
+        descriptor = file if isinstance(file, int) else file.fileno()
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(str(corpus)):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert cache(corpus).folder.is_relative_to(corpus.parent / "home")
+    assert f"{corpus / '.token_cache'} has no file locks" in caplog.text
+    policy = TokenPolicy(load_tokenizer(ASSETS), None, None)
+    with pytest.raises(DataError, match="has no file locks .* give a folder on a local disk"):
+        tokenize_corpus(find_corpus(str(corpus)), policy, corpus / "output")
+    assert not list(corpus.glob(".output*"))
 
 
 def test_a_named_cache_folder_that_cannot_be_written_is_an_error(

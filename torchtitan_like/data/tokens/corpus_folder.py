@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torchtitan_like.data.errors import DataError
@@ -126,14 +126,21 @@ def _open(output: Path, key: dict[str, object]) -> TokenFile:
 
 @contextmanager
 def _folder_lock(building: Path, output: Path) -> Iterator[None]:
-    """Hold the lock of a folder. Raises DataError if another process holds it."""
+    """Hold the lock of a folder. Raises DataError if another process holds it, or without locks."""
     descriptor = os.open(building, os.O_RDONLY)
-    try:
-        with file_lock(descriptor, wait=False):
-            yield
-    except BlockingIOError as error:
-        raise DataError(
-            f"another process is writing {output}. Wait until it ends, or give another name"
-        ) from error
-    finally:
-        os.close(descriptor)
+    with ExitStack() as stack:
+        stack.callback(os.close, descriptor)
+        try:
+            stack.enter_context(file_lock(descriptor, wait=False))
+        except BlockingIOError as error:
+            raise DataError(
+                f"another process is writing {output}. Wait until it ends, or give another name"
+            ) from error
+        except OSError as error:
+            with suppress(OSError):  # it has pieces of an earlier build
+                building.rmdir()
+            raise DataError(
+                f"the file system of {output.parent} has no file locks ({error.strerror}). "
+                "Expected file locks: give a folder on a local disk, and move it afterwards"
+            ) from error
+        yield

@@ -26,7 +26,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -156,11 +156,15 @@ def find_cached(
     cache_folder: str | None,
     dump_folder: str,
 ) -> T | None:
-    """Return the result of ``find`` in the first cache folder that has the entry ``name``."""
+    """Return the result of ``find`` in the first cache folder that has the entry ``name``.
+
+    An entry that this user may not read is missing: another user may have built it.
+    """
     writable, read_only = _folders(data_folder, cache_folder, dump_folder)
     for folder in writable + read_only:
-        if (entry := find(folder / name)) is not None:
-            return entry
+        with suppress(PermissionError):
+            if (entry := find(folder / name)) is not None:
+                return entry
     return None
 
 
@@ -230,14 +234,18 @@ def _folders(
 
 
 def _write_problem(folder: Path) -> str | None:
-    """Return the error of creating a file in ``folder``; None if it works.
+    """Return the error of creating and locking a file in ``folder``; None if it works.
 
     Permissions alone do not reveal read-only file systems.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return None
+        with tempfile.TemporaryFile(dir=folder) as file:
+            try:
+                with file_lock(file):
+                    return None
+            except OSError as error:
+                return f"{folder} has no file locks ({error.strerror})"
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"
 
