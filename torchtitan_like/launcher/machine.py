@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,10 +42,21 @@ def inspect_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def count_visible(num_gpus: int, visible: str | None) -> int:
-    """Return the number of GPUs in CUDA_VISIBLE_DEVICES. None: all GPUs; "-1" and "": no GPU."""
+    """Return the number of GPUs in CUDA_VISIBLE_DEVICES. None: all GPUs.
+
+    CUDA ignores an invalid item, such as -1, and all items after it. With a duplicate it sees no
+    GPU.
+    """
     if num_gpus == 0 or visible is None:
         return num_gpus
-    return sum(re.match(r" *[0-9A-Za-z]", item) is not None for item in visible.split(","))
+    items = [item.strip() for item in visible.split(",")]
+    chosen = list(takewhile(lambda item: _is_valid(item, num_gpus), items))
+    return len(chosen) if len(set(chosen)) == len(chosen) else 0
+
+
+def _is_valid(item: str, num_gpus: int) -> bool:
+    """Return True for an index below `num_gpus`, or a name such as GPU-8932f937."""
+    return int(item) < num_gpus if item.isdecimal() else item[:1].isalpha()
 
 
 def _count_amd_gpus(environ: Mapping[str, str]) -> int:

@@ -366,6 +366,22 @@ def test_several_machines_use_all_gpus_by_default(
 
 
 @pytest.mark.parametrize(
+    ("visible", "num_gpus"),
+    [
+        (None, 3),
+        ("2, 0", 2),
+        ("0,-1,2", 1),
+        ("0,3,1", 1),
+        ("0,,1", 1),
+        ("0,1,0", 0),
+        ("GPU-8932f937,GPU-d5c5a1b2", 2),
+    ],
+)
+def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, num_gpus: int) -> None:
+    assert machine.count_visible(3, visible) == num_gpus
+
+
+@pytest.mark.parametrize(
     ("variables", "num_gpus"),
     [
         ({}, 3),
