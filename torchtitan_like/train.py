@@ -990,6 +990,8 @@ class Trainer:
         if self.overflow is not None:
             self.overflow.evaluate()
         self.metrics.flush(self.progress.step)
+        if stop is Request.TERMINATE and (warning := self.limits.stop_warning()):
+            logger.warning(warning)
         good = self.update_gate.last_good_progress()
         if good is not None:
             # Updates were skipped since the last finite step: its weights are unchanged.

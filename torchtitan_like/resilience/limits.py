@@ -53,6 +53,7 @@ class Limits:
         )
         self._next_check = clock()
         self._has_warned_of_grace = False
+        self._has_timed_a_checkpoint = False
         self.deadline = self._find_deadline(start_time) if keeps_time else None
 
     def _find_deadline(self, start_time: float | None) -> float | None:
@@ -100,6 +101,7 @@ class Limits:
         A signal may come at the start of a step, and saving may wait for the disk. The estimate is
         twice the time of a step and a checkpoint.
         """
+        self._has_timed_a_checkpoint = True
         needed, grace = 2 * (step_seconds + save_seconds), self._section.grace_seconds
         if needed <= grace or self._has_warned_of_grace:
             return None
@@ -109,6 +111,17 @@ class Limits:
             f"least {needed:.0f} s: 2 x (step {step_seconds:.1f} s + checkpoint "
             f"{save_seconds:.1f} s). Raise resilience.grace_seconds and the scheduler's notice "
             "(sbatch --signal=B:USR1@SECONDS or terminationGracePeriodSeconds)"
+        )
+
+    def stop_warning(self) -> str | None:
+        """Return a warning for a run that a signal stops before its first full checkpoint."""
+        if self._has_timed_a_checkpoint:
+            return None
+        return (
+            "The run stops by a signal, and no checkpoint has shown yet whether "
+            f"resilience.grace_seconds = {self._section.grace_seconds:g} is enough to save one. "
+            "Expected a scheduler that waits for it, but many kill after 30 to 60 s: if no 'Saved' "
+            "follows, raise the scheduler's notice"
         )
 
     def _is_gpu_full(self) -> bool:

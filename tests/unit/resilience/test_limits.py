@@ -125,7 +125,9 @@ def test_the_fuller_of_cgroup_and_host_is_reported(tmp_path: Path) -> None:
 
 def test_a_grace_period_that_is_too_short_is_reported_once() -> None:
     run_limits = build(Clock(), section={"grace_seconds": 60})
+    assert "no checkpoint has shown yet" in str(run_limits.stop_warning())
     assert run_limits.grace_warning(10, 20) is None
+    assert run_limits.stop_warning() is None
     warning = run_limits.grace_warning(10, 21)
     assert (
         warning is not None
