@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.build import build_checkpointer
+from torchtitan_like.checkpoint.changes import check_finished
 from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
@@ -137,6 +138,8 @@ def run(
             starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
+                manifest = starts[0].manifest or {}
+                check_finished(manifest, config.model_dump(), config.job.dump_folder)
                 checkpointer.finish_last_step(starts[0])
                 logger.info(
                     f"Nothing to do: step {step} of {config.training.steps} is done already"

@@ -132,7 +132,7 @@ def start_error(argv):
         (
             {"optimizer.lr": 1e-3, "model.args.dim": 64},
             "model.args.dim 32 -> 64; optimizer.lr 0.0008 -> 0.001. "
-            "Expected the stored values. Restore them",
+            "Expected the stored values. For a new run set another job.dump_folder",
         ),
         (
             {"model.args.n_layers": 3, "checkpoint.allow_change": "model.args.n_layers"},

@@ -21,6 +21,7 @@ from tests.harness.runner import (
     trainer_command,
     trainer_environment,
 )
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
 STEPS = 24
@@ -196,6 +197,11 @@ def test_finished_run_exits_immediately(text, run_forked, tmp_path):
     assert second.returncode == 0
     assert "Nothing to do: step 4 of 4 is done already" in second.stdout
     assert "Building llama3" not in second.stdout
+    changed = arguments(text, folder, **{"training.steps": 3, "optimizer.lr": 0.5})
+    third = run_forked(changed, 1, folder)
+    assert third.returncode == ExitCode.BAD_CONFIG
+    assert "has a finished run with other settings: optimizer.lr" in third.stdout
+    assert "set another job.dump_folder" in third.stdout
 
 
 def test_nonfinite_steps_change_no_weight_and_stop_all_ranks(text, tmp_path):

@@ -125,14 +125,32 @@ def check_changes(changes: Changes) -> str | None:
         keys = json.dumps([change.key for change in changes.refused])
         raise ChangedError(
             "Settings that affect the result have changed since the checkpoint: "
-            f"{'; '.join(map(str, changes.refused))}. Expected the stored values. Restore them, or "
-            f"accept the changes with checkpoint.allow_change = {keys}"
+            f"{'; '.join(map(str, changes.refused))}. Expected the stored values. For a new run set "
+            "another job.dump_folder. To continue this one, restore them, or accept the changes with "
+            f"checkpoint.allow_change = {keys}"
         )
     return (
         f"Changed since the checkpoint: {'; '.join(map(str, changes.harmless))}"
         if changes.harmless
         else None
     )
+
+
+def check_finished(manifest: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> None:
+    """Raise ChangedError if a finished run had other settings than the start that finds its folder.
+
+    More or fewer steps are no other settings. manifest: of the run's last step. config: the tables of
+    the start.
+    """
+    if "config" not in manifest:
+        return
+    refused = diff_settings(manifest["config"], config, manifest, {}).refused
+    changed = [str(change) for change in refused if change.key != HORIZON]
+    if changed:
+        raise ChangedError(
+            f"{folder} has a finished run with other settings: {'; '.join(changed)}. Nothing was "
+            "trained with the new ones. Expected a folder for each run: set another job.dump_folder"
+        )
 
 
 def check_extensions(stored: Mapping[str, Any], allowed: Sequence[str]) -> None:
