@@ -82,10 +82,11 @@ class UpdateGate(Generic[Progress]):
         self._nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
         self._is_frozen = torch.maximum(self._is_frozen, self._nonfinite_in_a_row > self._limit)
         skip = torch.maximum(is_nonfinite, self._is_frozen)
-        if self._norms is not None and has_labels:
-            is_spike = (grad_norm > self._norms.limit(self._spike_threshold)).float()
+        if self._norms is not None:
+            norm = grad_norm if has_labels else torch.full_like(grad_norm, torch.nan)
+            is_spike = (norm > self._norms.limit(self._spike_threshold)).float()
             skip = torch.maximum(skip, is_spike)
-            self._norms.add(grad_norm, unless=self._is_frozen)
+            self._norms.add(norm, unless=self._is_frozen)
         return skip
 
     def record(self, progress: Progress) -> None:

@@ -88,13 +88,24 @@ def test_norm_spikes_are_skipped_until_they_fill_most_of_the_window() -> None:
         assert gate.last_good_progress() is None
 
 
+def test_a_step_without_labels_is_no_spike_and_has_no_norm() -> None:
+    gate = UpdateGate(Resilience(on_spike="skip", spike_window=8), CPU, 0, {})
+    for norm in (1.0, 1.1, 0.9, 1.0) * 2:
+        gate.gate(torch.tensor(norm))
+    gate.record(0)
+    assert gate.gate(torch.tensor(50.0), has_labels=False) == 0
+    gate.record(0)
+    *norms, last = gate.state_dict()["grad_norms"]
+    assert norms == pytest.approx([1.1, 0.9, 1.0, 1.0, 1.1, 0.9, 1.0]) and last is None
+
+
 @pytest.mark.parametrize("num_before", [3, 8, 13])
 def test_norms_after_the_last_good_step_are_not_saved(num_before: int) -> None:
     """The host detects frozen updates two steps late; the state must be from the last good step."""
     section = Resilience(on_spike="skip", spike_window=8)
     gate, states = UpdateGate(section, CPU, 0, {}), []
-    for step, norm in enumerate([*range(1, num_before + 1), NAN, 2.5, 3.5], start=1):
-        gate.gate(torch.tensor(float(norm)))
+    for step, norm in enumerate([*range(1, num_before + 1), NAN, 2.5, 0.0], start=1):
+        gate.gate(torch.tensor(float(norm)), has_labels=norm != 0.0)
         gate.record(step)
         states.append(gate.state_dict())
     kept = [float(norm) for norm in range(max(1, num_before - 7), num_before + 1)]
