@@ -55,7 +55,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
     add_import_flag(parser)
     parser.epilog = (
-        "Needs `pip install 'torchtitan_like[eval]'`. Gives the numbers of lm-eval's backend `hf` on\n"
+        "Needs the package lm_eval. Gives the numbers of lm-eval's backend `hf` on\n"
         "an export with weights of the same dtype. Prints a table and appends a row for each task\n"
         "and metric to eval.jsonl. To shard the model over 2 processes by tensor parallelism:\n"
         "  torchrun --nproc_per_node=2 --no-python titan eval STEP --tasks NAMES\n\n"

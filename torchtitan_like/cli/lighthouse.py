@@ -10,6 +10,7 @@ import socket
 
 from torchtitan_like.cli.common import FAILED, positive_int
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan lighthouse --bind 127.0.0.1:29510 --min-replicas 1"
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     if importlib.util.find_spec("torchft") is None:
         show_error(
             "The package torchft is not installed. Expected it for a lighthouse: "
-            "pip install 'torchtitan_like[ft]'"
+            f"{pip_install('torchft>=0.2,<0.3')}"
         )
         return int(ExitCode.BAD_CONFIG)
     host, _, port = arguments.bind.rpartition(":")

@@ -1,6 +1,6 @@
 """Run tasks of lm-evaluation-harness on a model, and write their results to eval.jsonl.
 
-The harness comes with `pip install 'torchtitan_like[eval]'`.
+The harness is the package lm_eval.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.inference.scoring import Scorer
 from torchtitan_like.util.jsonl import JsonlFile
+from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.run_directory import EVALUATION, find_run
 
 
@@ -47,8 +48,7 @@ class Tasks:
     def __init__(self, names: Sequence[str], include_path: Path | None) -> None:
         if importlib.util.find_spec("lm_eval") is None:
             raise EvaluationError(
-                "lm_eval is not installed. Expected it for evaluation: "
-                "pip install 'torchtitan_like[eval]'"
+                f"lm_eval is not installed. Expected it for evaluation: {pip_install('lm_eval')}"
             )
         if include_path is not None and not include_path.is_dir():
             raise EvaluationError(

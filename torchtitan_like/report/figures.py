@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torchtitan_like.report.curves import Chart, Curve, EventMarks
+from torchtitan_like.util.modules import pip_install
 
 TOOLS = "xpan,box_zoom,xwheel_zoom,reset,save"
 HEIGHT = 300  # pixels, without the legend
@@ -26,8 +27,8 @@ def require_bokeh() -> None:
         import bokeh  # noqa: F401
     except ImportError:
         raise ValueError(
-            "The page needs Bokeh, which is not installed. Expected the extra `report`: "
-            "pip install 'torchtitan_like[report]'. Or print the numbers with --json."
+            "The page needs Bokeh, which is not installed. Expected the package, or --json, which "
+            f"prints the numbers: {pip_install('bokeh')}"
         ) from None
 
 

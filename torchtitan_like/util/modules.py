@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+
+
+def pip_install(*packages: str) -> str:
+    """Return the command that installs packages where this program runs, in a venv or not."""
+    return f"{shlex.quote(sys.executable)} -m pip install {' '.join(map(shlex.quote, packages))}"
 
 
 def is_file_name(name: str) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.modules import pip_install
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -52,8 +53,8 @@ def check_picture(path: Path) -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ValueError(
-            "Pictures need matplotlib, which is not installed. Expected the extra `plot`: "
-            "pip install 'torchtitan_like[plot]'."
+            "Pictures need matplotlib, which is not installed. Expected the package: "
+            f"{pip_install('matplotlib')}"
         ) from None
 
 

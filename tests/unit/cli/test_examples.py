@@ -30,6 +30,7 @@ from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER
+from torchtitan_like.util.modules import pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -459,4 +460,4 @@ def test_lighthouse_without_torchft_names_the_extra(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert cli.main(["lighthouse"]) == 78
-    assert "pip install 'torchtitan_like[ft]'" in capsys.readouterr().err
+    assert pip_install("torchft>=0.2,<0.3") in capsys.readouterr().err

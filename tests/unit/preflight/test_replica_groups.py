@@ -10,6 +10,7 @@ from torchtitan_like import preflight
 from torchtitan_like.config import ConfigError, Problem, load_config
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.preflight.rules.replica_groups import FAULT_TOLERANCE_RULES
+from torchtitan_like.util.modules import pip_install
 
 GROUPS = "--training.steps 1000 --fault_tolerance.enable --fault_tolerance.group_size 2"
 DILOCO = f"{GROUPS} --fault_tolerance.semi_sync_method diloco"
@@ -97,7 +98,7 @@ def test_groups_need_torchft(monkeypatch: pytest.MonkeyPatch) -> None:
         "importlib.util.find_spec", lambda name: None if name == "torchft" else name
     )
     (problem,) = check(GROUPS)
-    assert problem.remedy == "pip install 'torchtitan_like[ft]'"
+    assert problem.remedy == pip_install("torchft>=0.2,<0.3")
 
 
 @pytest.mark.parametrize(

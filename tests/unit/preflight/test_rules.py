@@ -25,6 +25,7 @@ from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.preflight import context
 from torchtitan_like.preflight.context import RunContext, _cpu_has_bfloat16, build_context
 from torchtitan_like.preflight.rules import QUANTIZE_RULES, RULES
+from torchtitan_like.util.modules import pip_install
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
 SHORT = {
@@ -521,7 +522,7 @@ def test_float8_rules(
 def test_a_missing_torchao_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (rule,) = find_broken(QUANTIZE_RULES, layout(f"{FLOAT8} emulate=true device=cpu", 1))
-    assert rule.key == "model.converters" and rule.remedy == "pip install 'torchtitan_like[float8]'"
+    assert rule.key == "model.converters" and rule.remedy == pip_install("torchao")
 
 
 def test_every_preflight_rule_has_a_case() -> None:

@@ -201,7 +201,7 @@ def test_bokeh_is_required_for_the_page_only(
     run = write_steady_run(tmp_path / "run")
     code, output = report(capsys, run, "-o", tmp_path / "page.html")
     assert code == 2
-    assert "The page needs Bokeh, which is not installed. Expected the extra `report`" in output
+    assert "The page needs Bokeh, which is not installed. Expected the package, or --json" in output
     assert report(capsys, run, "--json")[0] == 0
 
 

@@ -20,6 +20,7 @@ from tests.unit.report.run_folder import (
 )
 from torchtitan_like.cli import main
 from torchtitan_like.report.plot import MAX_POINTS
+from torchtitan_like.util.modules import pip_install
 
 SVG = "{http://www.w3.org/2000/svg}"
 PNG = b"\x89PNG"
@@ -161,4 +162,4 @@ def test_what_cannot_be_drawn_is_refused(
     (run / "metrics.jsonl").write_bytes(b"")
     assert "No run has a finite value of 'loss'. Expected one of: none." in message_of(run)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "the extra `plot`: pip install 'torchtitan_like[plot]'" in message_of(run)
+    assert "Expected the package: " + pip_install("matplotlib") in message_of(run)

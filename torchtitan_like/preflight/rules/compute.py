@@ -14,6 +14,7 @@ from torchtitan_like.config.rules import Rule
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import AC_MODE, COMPILE, IMPL
+from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.registry import is_registered
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -202,7 +203,7 @@ QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
         "model.converters",
         lambda run: run.uses_float8 and importlib.util.find_spec("torchao") is None,
         "the package torchao, which is not installed",
-        "pip install 'torchtitan_like[float8]'",
+        pip_install("torchao"),
     ),
     Rule(
         "float8-on-cpu",

@@ -10,6 +10,7 @@ from torchtitan_like.config.rules import Rule
 from torchtitan_like.models.upcycling import Upcycling
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
+from torchtitan_like.util.modules import pip_install
 
 UPCYCLE = "checkpoint.initial_load_upcycle"
 
@@ -93,9 +94,9 @@ def _package_rule(key: str, package: str, remedy: str) -> Rule[RunContext]:
 
 
 PACKAGE_RULES: tuple[Rule[RunContext], ...] = (
-    _package_rule("metrics.enable_tensorboard", "tensorboard", "pip install tensorboard"),
-    _package_rule("fault_tolerance.enable", "torchft", "pip install 'torchtitan_like[ft]'"),
-    _package_rule("metrics.enable_wandb", "wandb", "pip install 'torchtitan_like[wandb]'"),
+    _package_rule("metrics.enable_tensorboard", "tensorboard", pip_install("tensorboard")),
+    _package_rule("fault_tolerance.enable", "torchft", pip_install("torchft>=0.2,<0.3")),
+    _package_rule("metrics.enable_wandb", "wandb", pip_install("wandb")),
     _package_rule(
         "activation_checkpoint.visualize_memory_budget_pareto",
         "matplotlib",

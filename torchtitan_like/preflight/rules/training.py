@@ -22,6 +22,7 @@ from torchtitan_like.preflight.rules.keys import (
     TP,
 )
 from torchtitan_like.preflight.rules.model import UNIT
+from torchtitan_like.util.modules import pip_install
 
 
 def _suggest_batch_sizes(run: RunContext) -> str:
@@ -170,7 +171,7 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
             and importlib.util.find_spec("torchao") is None
         ),
         "the package torchao for AdamW8bit, which is not installed",
-        "pip install 'torchtitan_like[adamw8bit]'",
+        pip_install("torchao"),
         ("optimizer.groups",),
     ),
     Rule(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from torchtitan_like.config.sections_run import Profiling
+from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.run_directory import read_config
 
 Event = dict[str, Any]
@@ -93,8 +94,8 @@ def require_ijson() -> None:
         import ijson  # noqa: F401
     except ImportError:
         raise ValueError(
-            "Traces are read with ijson, which is not installed. Expected the extra `trace`: "
-            "pip install 'torchtitan_like[trace]'."
+            "Traces are read with ijson, which is not installed. Expected the package: "
+            f"{pip_install('ijson')}"
         ) from None
 
 
