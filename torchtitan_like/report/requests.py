@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.report.files import read_run_config
+from torchtitan_like.util.exit_codes import WORTH_A_RETRY
 from torchtitan_like.util.run_directory import EXIT, Switches, read_exit, switches
 
 
@@ -24,12 +25,21 @@ def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
 
 
 def request_stop(run: Path) -> str:
-    """Create the kill switch. Return a message about its effect. Raises OSError, ValueError."""
+    """Create the kill switch. Return a message about its effect.
+
+    Raises ValueError, and creates nothing, if the run has ended for good; OSError.
+    """
     path = switch_files(run)[0].kill
-    path.touch()
     effect = "the run saves and ends with code 130"
     if (run / EXIT).exists():
-        effect = "the run has ended already"
+        end = read_exit(run)
+        if end.code not in WORTH_A_RETRY:
+            raise ValueError(
+                f"{run} has ended: {end.reason} (code {end.code}). Expected a live run, or one that "
+                "another job continues. Nothing was written."
+            )
+        effect = "the run has ended already, and its next job ends at once"
+    path.touch()
     return (
         f"{path} is created: {effect}. No run starts in this folder while the file exists. "
         f"To allow runs again: titan run stop {run} --clear"

@@ -207,7 +207,7 @@ def test_a_malformed_exit_json_is_named(
     [
         ("not JSON", "metrics.jsonl is damaged at the line b'not JSON'"),
         ("[" * 10_000, "metrics.jsonl is damaged"),
-        ('{"step": 11}', "metrics.jsonl has a row without time, n_tokens_seen, loss"),
+        ('{"step": 11}', "metrics.jsonl has a row without time, n_tokens_seen, grad_norm"),
     ],
 )
 def test_damaged_metrics_are_reported(
@@ -347,7 +347,10 @@ def test_a_request_that_the_run_would_ignore_is_refused(
     code, text = titan_run(capsys, "save", run)
     assert code == 2 and f"{run} has ended: done (code 0)" in text
     code, text = titan_run(capsys, "stop", run)
-    assert code == 0 and "the run has ended already. No run starts in this folder" in text
+    assert code == 2 and f"{run} has ended: done (code 0)" in text and not (run / "KILL").exists()
+    (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
+    code, text = titan_run(capsys, "stop", run)
+    assert code == 0 and "has ended already, and its next job ends at once. No run starts" in text
     (run / "exit.json").unlink()
     config = (run / "config.toml").read_text()
     (run / "config.toml").write_text(config.replace("enable = true", "enable = false"))
