@@ -27,6 +27,7 @@ CLASSES = {
     "stopped": "between two attempts",
 }
 STALL_FACTOR = 5.0  # a longer step than this many typical steps is a stall
+START_ERROR = 1.5  # seconds; a process's time of start follows from a boot time in whole seconds
 
 Floats = NDArray[np.float64]
 
@@ -89,7 +90,7 @@ def measure_goodput(attempts: Sequence[AttemptTimes]) -> Goodput:
     for attempt in attempts:
         seconds = _no_seconds()
         start = max(now, attempt.start)
-        goodput.num_clock_jumps += (attempt.start < now) + int(
+        goodput.num_clock_jumps += (attempt.start < now - START_ERROR) + int(
             np.count_nonzero(np.diff(attempt.times, prepend=attempt.start) < 0)
         )
         seconds["stopped"] = start - now
