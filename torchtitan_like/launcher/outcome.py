@@ -157,8 +157,19 @@ def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
         show("\n".join(summary(config, folder, start, int(end.step or 0))))
     else:
         where = "before the first step" if end.step is None else f"at step {end.step}"
+        _show_how_to_continue(config, end.code, start)
         show_error(f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}")
     return end.code
+
+
+def _show_how_to_continue(config: dict[str, Any], code: int, start: Start) -> None:
+    """Print the command, if the same one continues a run that was stopped."""
+    folder, checkpoint = Path(config["job"]["dump_folder"]), config["checkpoint"]
+    if code not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) or not checkpoint["enable"]:
+        return
+    full = [step for step in published_steps(folder / checkpoint["folder"]) if step.is_full]
+    if full and not (folder / config["resilience"]["kill_switch_path"]).exists():
+        show_error(f"Resume at step {full[-1].step} (the same command): {start.command}")
 
 
 def _report_refusal(folder: Path, first: FirstError | None) -> int:

@@ -124,6 +124,7 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
         "training": {"steps": 300},
         "checkpoint": {"enable": True, "folder": "checkpoint"},
         "metrics": {"enable_tensorboard": True, "save_tb_folder": "tb"},
+        "resilience": {"kill_switch_path": "KILL"},
     }
     toml = "\n".join(
         f"[{section}]\n"
@@ -537,6 +538,7 @@ def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
     [
         (WRITE_EXIT_JSON % ("done", 0), 0, "--prompt"),
         (WRITE_EXIT_JSON % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
+        (WRITE_EXIT_JSON % ("requeue", 75), 75, "Resume at step 7 (the same command): "),
         ("true", 1, "The run ended with code 0, but did not write"),
         ("echo [] >outputs/exit.json", 1, "exit.json is malformed: "),
         ("exit 1", 1, ""),

@@ -52,7 +52,10 @@ def test_the_code_follows_exit_json_after_a_signal_to_any_process(
     (tmp_path / "attempts" / "1").mkdir(parents=True)
     if written is not None:
         write_exit(tmp_path, written)
-    config = {"job": {"dump_folder": str(tmp_path)}, "checkpoint": {"folder": "checkpoint"}}
+    config = {
+        "job": {"dump_folder": str(tmp_path)},
+        "checkpoint": {"folder": "checkpoint", "enable": False},
+    }
     start = Start(0.0, 1, "titan train", ["titan"])
     assert report_end(config, returned, None, start) == expected
     if expected not in (0, 1):
