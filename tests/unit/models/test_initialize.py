@@ -361,6 +361,20 @@ def test_a_gpu_has_the_weights_of_a_cpu():
     assert torch.cuda.max_memory_allocated() - before < 2**30
 
 
+@pytest.mark.gpu
+def test_a_tensor_of_several_blocks_is_drawn_alike_on_a_gpu():
+    holder = Holder(weight=(3 * 2**21 + 77, 7))
+    initialize(holder, NORMAL, 1)
+    expected, expected_hash = holder.weight.detach().clone(), weight_hash(holder)
+    holder = holder.cuda()
+    size = holder.weight.numel() * 4
+    torch.cuda.reset_peak_memory_stats()
+    initialize(holder, NORMAL, 1)
+    assert weight_hash(holder) == expected_hash
+    assert torch.cuda.max_memory_allocated() - size < 2**30
+    assert torch.equal(holder.weight.cpu(), expected)
+
+
 def test_the_quantile_is_exact_to_4e_15(monkeypatch):
     from torchtitan_like.distributed.initialize import normal_quantile
 
