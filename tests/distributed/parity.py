@@ -400,9 +400,9 @@ def _weigh_with_bias(trainer: Trainer) -> None:
 def _skip_second_update(trainer: Trainer) -> None:
     gate, norms = trainer.update_gate.gate, []
 
-    def skip_second(grad_norm: torch.Tensor) -> torch.Tensor:
+    def skip_second(grad_norm: torch.Tensor, **options) -> torch.Tensor:
         norms.append(grad_norm)
-        return torch.maximum(gate(grad_norm), torch.tensor(float(len(norms) == 2)))
+        return torch.maximum(gate(grad_norm, **options), torch.tensor(float(len(norms) == 2)))
 
     trainer.update_gate.gate = skip_second
 
