@@ -191,7 +191,7 @@ def test_job_is_requeued_after_a_killed_worker(
     [victim] = [process for process in psutil.process_iter() if is_rank(process, run.outputs)]
     victim.send_signal(signal.SIGKILL)
     run.await_output(
-        "without an exit.json (srun returned 137), its newest checkpoint is of step 9; "
+        "The run has ended with code 69, its newest checkpoint is of step 9; "
         "the job is queued again"
     )
     shorten_time_limit(*array)
