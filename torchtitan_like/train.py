@@ -110,7 +110,12 @@ from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, process_start_time
-from torchtitan_like.resilience.nonfinite import NonFiniteStateError, UpdateGate, nonfinite_names
+from torchtitan_like.resilience.nonfinite import (
+    HeldStep,
+    NonFiniteStateError,
+    UpdateGate,
+    nonfinite_names,
+)
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
@@ -120,6 +125,7 @@ from torchtitan_like.resilience.requests import (
     decode_requests,
     first_stop,
 )
+from torchtitan_like.resilience.reruns import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.step import StepRunner
@@ -351,6 +357,7 @@ class Trainer:
         checkpointer.claim(self.start, partial(self._published, self.start.step))
 
         # Non-finite steps and spikes.
+        self.reruns: Reruns[StepInput] = Reruns(self.attempt.event)
         self.update_gate = self._make_update_gate(self._stored("numbers") or {})
         self.replay_bundles = self._observe_rows() if self.is_leader else None
         self.step_runner = StepRunner(
@@ -570,8 +577,13 @@ class Trainer:
 
     def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
         """Build the gate. With CPU offload, the weights and the gate are on the host."""
-        device = self.optimizer.parameters[0].device
-        return UpdateGate(self.config.resilience, device, self.progress, state)
+        device, section = self.optimizer.parameters[0].device, self.config.resilience
+        holds = section.on_high_norm == "rerun" or (
+            section.on_high_norm == "auto"
+            and self.balancer is not None
+            and self.optimizer.is_atomic
+        )
+        return UpdateGate(section, device, self.progress, state, holds=holds)
 
     def _replicated(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights, their averages, and the state that balances experts, by name."""
@@ -610,7 +622,7 @@ class Trainer:
             pin_before=self.checkpointer.pin_before,
             write_bundle=replay_bundles.write_spike,
         )
-        self.metrics.observers += [replay_bundles.observe, spikes.observe]
+        self.metrics.observers += [replay_bundles.observe, spikes.observe, self.reruns.observe]
         settings = settings_of(parse_config(dump_toml(self.config)), self.world.size)
         plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
         if plan is not None:
@@ -683,6 +695,16 @@ class Trainer:
                 if self._must_read_again(following) and Request.DATA_EXHAUSTED in requests:
                     requests.remove(Request.DATA_EXHAUSTED)
                 stop = first_stop(requests)
+                is_end = self.is_finished or stop is Request.DATA_EXHAUSTED
+                if stop in (None, Request.DATA_EXHAUSTED) and (
+                    is_end or Request.RUN_AGAIN in requests
+                ):
+                    step = self.progress.step
+                    if held := self._forget_held():
+                        self._request_again(requests)
+                        self.reruns.repeat(held, step - self.progress.step, following)
+                        following = self.fetch(self.progress.step + 1)
+                        continue
                 if stop is not None or self.is_finished:
                     break
                 following, agreement = self._join_groups(following, agreement)
@@ -692,6 +714,7 @@ class Trainer:
                 step = self.progress.step + 1
                 self.garbage.run(step)
                 current, following = following, self.fetch(step + 1)
+                self.reruns.keep(current)
                 try:
                     record = self.train_step(step, current, agreement)
                 except GroupLostError:  # train on the same samples again
@@ -700,7 +723,17 @@ class Trainer:
                 if self.progress.step != step:  # continue from the state of another replica group
                     continue
                 self.metrics.record(record)
-                if self.metrics.due(step):
+                saves = self.checkpointer.due(
+                    step,
+                    config.training.steps,
+                    Request.SAVE in requests,
+                    Request.EXPORT in requests,
+                )
+                is_logged, is_validated = self.metrics.due(step), self._is_validation_due(step)
+                # A held step runs again. The host waits for the device only where it does so anyway.
+                needs_host = is_logged or is_validated or bool(saves)
+                is_held = needs_host and self.update_gate.is_held()
+                if is_logged and not is_held:
                     if self.overflow is not None:
                         self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
@@ -708,21 +741,38 @@ class Trainer:
                 if is_warmup:
                     self._finish_warmup()
                     is_warmup = False
-                saves = self.checkpointer.due(
-                    step,
-                    config.training.steps,
-                    Request.SAVE in requests,
-                    Request.EXPORT in requests,
-                )
-                if not saves and self.metrics.due(step) and self.replicas.are_due(step):
+                if is_held:
+                    self._request_again(requests)
+                    continue
+                if not saves and is_logged and self.replicas.are_due(step):
                     self.replicas.check(step)
                 if saves and self.update_gate.last_good_progress() is None:
                     self.save(saves)
-                if self._is_validation_due(step):
+                if is_validated:
                     self.validate(step)
         # Requests that arrived after the last step's all-reduce, for example during a validation.
         requests += decode_requests(self._exchange_requests("step").wait())
         return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
+
+    def _forget_held(self) -> HeldStep | None:
+        """Return to the progress before the first held step, and return that step.
+
+        None if updates are not held. Waits for the device.
+        """
+        held = self.update_gate.release()
+        if held is not None:
+            self.progress = held.progress
+            self.metrics.forget_after(self.progress.step)
+            logger.warning(
+                f"Step {self.progress.step + 1} has gradient norm {held.grad_norm:.6g}, above "
+                f"{held.limit:.4g}. Its update was not made, and the step runs again"
+            )
+        return held
+
+    def _request_again(self, requests: Sequence[Request]) -> None:
+        """Send the requests for checkpoints of a step that runs again."""
+        for request in {Request.SAVE, Request.EXPORT}.intersection(requests):
+            self.requests.add(request)
 
     def _expert_row(self) -> Row | None:
         """Return the metrics of the experts at a log step; None for a dense model."""
@@ -825,7 +875,10 @@ class Trainer:
         is_wanted = step <= self.config.training.steps
         batch = None
         try:
-            batch = self.read_batch() if is_wanted else None
+            if again := self.reruns.next_input():
+                batch, position = again.batch, again.position
+            elif is_wanted:
+                batch = self.read_batch()
             if is_wanted and batch is None:
                 self.requests.add(Request.DATA_EXHAUSTED)
         except CacheWriteError as error:  # perhaps on one rank: all ranks stop before this step
@@ -845,6 +898,7 @@ class Trainer:
         """Record the requests of this rank to all ranks."""
         own = {
             Request.BAD_NUMBERS: self.update_gate.was_frozen(),
+            Request.RUN_AGAIN: self.update_gate.was_held(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
             Request.WRITE_FAILED: self.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
@@ -989,6 +1043,7 @@ class Trainer:
         """Save the state for the next start, and write the reason for the end. A collective."""
         if self.overflow is not None:
             self.overflow.evaluate()
+        self._forget_held()  # the next start runs the step again
         self.metrics.flush(self.progress.step)
         if stop is Request.TERMINATE and (warning := self.limits.stop_warning()):
             logger.warning(warning)

@@ -426,6 +426,7 @@ IN_TRAINED = {
     "titan plan llama3_8b.toml": "titan plan debug_model.toml",  # takes less time
     "/shared/run1": "outputs",
     "/shared": ".",
+    "mine/": "outputs/",
     "other-run": "outputs",
     "outputs_a": "outputs",
     "outputs_b": "outputs",

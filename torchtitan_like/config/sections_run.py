@@ -271,6 +271,18 @@ class Resilience(Section):
         "stay high for half a window are normal again.",
         needs=DETECTING_SPIKES,
     )
+    on_high_norm: Literal["auto", "rerun", "accept"] = field(
+        "auto",
+        "A step whose gradient norm is above 20 times the median of the last steps. rerun: its update "
+        "is not made, and the same samples run again; a second high norm is accepted. accept: it "
+        "updates like any other. auto: rerun for models with experts.",
+    )
+    first_high_norm: float = field(
+        1000.0,
+        "The gradient norm that is high while fewer than 20 norms are known.",
+        gt=0,
+        needs=one_of("on_high_norm", "auto", "rerun"),
+    )
     replica_check_freq: int = field(
         100,
         "Compare the weights of data-parallel replicas bit for bit, at the first log step after "

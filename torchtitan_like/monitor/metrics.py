@@ -69,6 +69,12 @@ class Metrics:
         self.n_tokens_seen += record.num_tokens + record.num_other_tokens
         self.rows.add(record, self.n_tokens_seen, self._wall_clock())
 
+    def forget_after(self, step: int) -> None:
+        """Forget the steps after `step`, which run again. They have not been logged."""
+        for record in self.rows.forget_after(step):
+            self.throughput.forget(record.num_tokens, record.data_loading_s)
+            self.n_tokens_seen -= record.num_tokens + record.num_other_tokens
+
     def due(self, step: int) -> bool:
         """Return True for the first step of the run, every `log_freq`-th, and the last."""
         return step == 1 or step % self._log_freq == 0 or step == self._last_step

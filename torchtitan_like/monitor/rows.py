@@ -115,6 +115,12 @@ class RowCollector:
         record = replace(record, loss_share=record.loss_share.detach())
         self._pending.append(_PendingStep(record, n_tokens_seen, time))
 
+    def forget_after(self, step: int) -> list[StepRecord]:
+        """Forget the steps after `step`, which run again. Returns their records."""
+        forgotten = [pending.record for pending in self._pending if pending.record.step > step]
+        self._pending = [pending for pending in self._pending if pending.record.step <= step]
+        return forgotten
+
     def collect(self) -> list[Row]:
         """Return the rows of the steps added since the last call, oldest first. A collective."""
         pending = self._pending

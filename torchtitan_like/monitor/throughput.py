@@ -123,6 +123,13 @@ class ThroughputClock:
         self._interval.num_tokens += num_tokens
         self._interval.data_loading_s += data_loading_s
 
+    def forget(self, num_tokens: int, data_loading_s: float) -> None:
+        """Do not count a recorded step, because it runs again. Its time counts."""
+        self._num_recorded -= 1
+        self._interval.num_steps -= 1
+        self._interval.num_tokens -= num_tokens
+        self._interval.data_loading_s -= data_loading_s
+
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Leave the time inside the block out of throughput, for checkpoints and validation.

@@ -1,4 +1,4 @@
-"""Skip the updates of non-finite steps and spikes, on the device, without making the host wait.
+"""Skip the updates of bad steps on the device, without making the host wait.
 
 `UpdateGate` decides from nothing but the global gradient norm, so all ranks decide alike. A
 non-finite loss reaches every gradient and thereby the norm.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -21,20 +21,46 @@ if TYPE_CHECKING:
 
 Progress = TypeVar("Progress")
 
-HISTORY = 4  # steps kept on the host, which notices frozen updates two steps later
+HISTORY = 4  # steps kept on the host, which notices frozen and held updates two steps later
+HIGH_NORM = 20.0  # a gradient norm that is this many times the median runs its step again
+FEWEST_NORMS = 20  # of which a median is taken
 
 
 class NonFiniteStateError(Exception):
     """The state to save holds an inf or nan, so no run can resume from it."""
 
 
+class HeldStep(NamedTuple):
+    """A step that runs again. progress: before it. grad_norm: above `limit`."""
+
+    progress: Any
+    grad_norm: float
+    limit: float
+
+
 @dataclass(frozen=True)
 class _Step(Generic[Progress]):
-    """Progress after a step, and copies of the gate's values on their way to the host."""
+    """Progress after a step, and the gate's values on their way to the host.
+
+    norm, limit: of the gradient norm; they stay on the device.
+    """
 
     progress: Progress
-    is_frozen: HostCopy
-    nonfinite_in_a_row: HostCopy
+    copy: HostCopy
+    norm: torch.Tensor
+    limit: torch.Tensor
+
+    @property
+    def is_frozen(self) -> bool:
+        return bool(self.copy.read()[0])
+
+    @property
+    def is_held(self) -> bool:
+        return bool(self.copy.read()[1])
+
+    @property
+    def nonfinite_in_a_row(self) -> int:
+        return int(self.copy.read()[2])
 
 
 class UpdateGate(Generic[Progress]):
@@ -48,6 +74,10 @@ class UpdateGate(Generic[Progress]):
     Frozen updates keep the weights until the host notices, two steps later, and all ranks stop.
     With `on_spike = "skip"`, spikes of the norm are skipped as well. They never freeze updates.
 
+    With `holds`, a finite norm above `HIGH_NORM` times the median of the last steps (above
+    `resilience.first_high_norm` before there are `FEWEST_NORMS`) holds the updates of its step and of
+    those after it, until the host calls `release` and runs these steps again.
+
     device: of the gradient norm. progress: before the first step. state: of `state_dict`, or empty.
     """
 
@@ -57,17 +87,22 @@ class UpdateGate(Generic[Progress]):
         device: torch.device,
         progress: Progress,
         state: Mapping[str, Any],
+        *,
+        holds: bool = False,
     ) -> None:
         skips_nonfinite = section.on_nonfinite == "skip"
         skips_spikes = section.on_spike == "skip" and section.spike_threshold > 0
-        self._limit = section.max_nonfinite_in_a_row if skips_nonfinite else 0
-        self._spike_threshold = section.spike_threshold
+        self._most_in_a_row = section.max_nonfinite_in_a_row if skips_nonfinite else 0
+        self._spike_threshold = section.spike_threshold if skips_spikes else 0.0
         self._norms: SpikeWindow | None = None
-        if skips_spikes:
+        if skips_spikes or holds:
             self._norms = SpikeWindow(section.spike_window, device, state.get("grad_norms", ()))
         num_in_a_row = float(state.get("nonfinite_in_a_row", 0))
         self._nonfinite_in_a_row = torch.full((), num_in_a_row, device=device)
-        self._is_frozen = torch.zeros((), device=device)
+        self._is_frozen = self._is_held = torch.zeros((), device=device)
+        self._holds, self._accepts_next = holds, False
+        self._first_limit = torch.full((), section.first_high_norm, device=device)
+        self._norm, self._limit = self._is_held, self._first_limit
         self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
         self.record(progress)
 
@@ -79,26 +114,70 @@ class UpdateGate(Generic[Progress]):
         """
         # The product is 0 or NaN. `isfinite` launches more kernels.
         is_nonfinite = (grad_norm * 0).ne(0)
-        self._nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
-        self._is_frozen = torch.maximum(self._is_frozen, self._nonfinite_in_a_row > self._limit)
-        skip = torch.maximum(is_nonfinite, self._is_frozen)
+        norm = grad_norm if has_labels else torch.full_like(grad_norm, torch.nan)
+        nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
+        if self._holds:
+            self._hold(norm, is_nonfinite)
+            nonfinite_in_a_row = nonfinite_in_a_row.where(
+                self._is_held == 0, self._nonfinite_in_a_row
+            )
+        self._nonfinite_in_a_row = nonfinite_in_a_row
+        self._is_frozen = torch.maximum(self._is_frozen, nonfinite_in_a_row > self._most_in_a_row)
+        paused = torch.maximum(self._is_frozen, self._is_held)
+        skip = torch.maximum(is_nonfinite, paused)
         if self._norms is not None:
-            norm = grad_norm if has_labels else torch.full_like(grad_norm, torch.nan)
-            is_spike = (norm > self._norms.limit(self._spike_threshold)).float()
-            skip = torch.maximum(skip, is_spike)
-            self._norms.add(norm, unless=self._is_frozen)
+            if self._spike_threshold:
+                is_spike = (norm > self._norms.limit(self._spike_threshold)).float()
+                skip = torch.maximum(skip, is_spike)
+            self._norms.add(norm, unless=paused)
         return skip
+
+    def _hold(self, norm: torch.Tensor, is_nonfinite: torch.Tensor) -> None:
+        """Hold updates from this step on if its norm is too high. The step after `release` is accepted."""
+        assert self._norms is not None
+        self._norm, self._limit = norm, self._first_limit
+        if self._norms.num_added >= FEWEST_NORMS:
+            self._limit = HIGH_NORM * self._norms.median()
+        if not self._accepts_next:
+            is_high = (norm > self._limit) > torch.maximum(is_nonfinite, self._is_frozen)
+            self._is_held = torch.maximum(self._is_held, is_high)
+        self._accepts_next = False
 
     def record(self, progress: Progress) -> None:
         """Record progress after the gated update."""
         if len(self._history) == HISTORY:
             self._history.popleft()  # frees its page-locked memory for the new copies
-        step = _Step(progress, HostCopy(self._is_frozen), HostCopy(self._nonfinite_in_a_row))
-        self._history.append(step)
+        values = torch.stack([self._is_frozen, self._is_held, self._nonfinite_in_a_row])
+        self._history.append(_Step(progress, HostCopy(values), self._norm, self._limit))
 
     def was_frozen(self) -> bool:
         """Return True if updates were frozen two steps ago. Does not block."""
-        return len(self._history) > 1 and bool(self._history[-2].is_frozen.read())
+        return len(self._history) > 1 and self._history[-2].is_frozen
+
+    def was_held(self) -> bool:
+        """Return True if updates were held two steps ago. Does not block."""
+        return len(self._history) > 1 and self._history[-2].is_held
+
+    def is_held(self) -> bool:
+        """Return True if the newest update was held. Waits for the device."""
+        return self._holds and self._history[-1].is_held
+
+    def release(self) -> HeldStep | None:
+        """Forget the held steps, and accept the next one whatever its norm. Waits for the device.
+
+        Returns the first held step; None if updates are not held.
+        """
+        if not self.is_held():
+            return None
+        steps = list(self._history)
+        good = [step for step in steps if not step.is_held]
+        first = steps[len(good)]
+        assert self._norms is not None
+        self._norms.forget(len(steps) - len(good))
+        self._history = deque(good, maxlen=HISTORY)
+        self._is_held = torch.zeros_like(self._is_held)
+        self._accepts_next = True
+        return HeldStep(good[-1].progress, float(first.norm), float(first.limit))
 
     def last_good_progress(self) -> Progress | None:
         """Return the progress before updates were frozen, or None. Waits for the device."""
@@ -108,14 +187,14 @@ class UpdateGate(Generic[Progress]):
     def state_dict(self) -> dict[str, Any]:
         """Return what later decisions depend on, as of the last good step. Waits for the device."""
         good = self._good_steps()
-        state: dict[str, Any] = {"nonfinite_in_a_row": int(good[-1].nonfinite_in_a_row.read())}
+        state: dict[str, Any] = {"nonfinite_in_a_row": good[-1].nonfinite_in_a_row}
         if self._norms is not None:
             state["grad_norms"] = self._norms.tolist(len(self._history) - len(good))
         return state
 
     def _good_steps(self) -> list[_Step[Progress]]:
         """Return the steps of the history before updates were frozen."""
-        return [step for step in self._history if not step.is_frozen.read()]
+        return [step for step in self._history if not step.is_frozen]
 
 
 @torch.no_grad()

@@ -30,6 +30,7 @@ class Request(IntEnum):
     DATA_EXHAUSTED = 9
     SAVE = 10
     EXPORT = 11
+    RUN_AGAIN = 12
 
 
 # The requests that end the run, with its exit code. The run continues after the others.

@@ -41,26 +41,34 @@ class SpikeWindow:
         self._values = torch.full((size,), torch.nan, device=device, dtype=torch.float64)
         newest = [torch.nan if value is None else value for value in values[-size:]]
         self._values[: len(newest)] = torch.tensor(newest, device=device, dtype=torch.float64)
-        self._num_added = len(newest)
+        self.num_added = len(newest)
 
     @property
     def is_full(self) -> bool:
-        return self._num_added >= len(self._values)
+        return self.num_added >= len(self._values)
+
+    def median(self) -> torch.Tensor:
+        """Return the median of the finite values so far; NaN without any. 0-dim."""
+        return self._values.nanmedian()
 
     def limit(self, threshold: float) -> torch.Tensor:
         """Return the value whose score is `threshold`; inf until the window is full. 0-dim."""
         if not self.is_full:
             return torch.full_like(self._values[0], torch.inf)
-        median = self._values.nanmedian()
+        median = self.median()
         mad = (self._values - median).abs().nanmedian()
         return median + threshold * torch.maximum(mad / 0.6745, 0.001 * median.abs())
 
     def add(self, value: torch.Tensor, unless: torch.Tensor | None = None) -> None:
         """Replace the oldest value by `value`, unless `unless` is 1. Both are 0-dim."""
-        oldest = self._values[self._num_added % len(self._values)]
+        oldest = self._values[self.num_added % len(self._values)]
         value = torch.where(value.isfinite(), value, torch.nan)
         oldest.copy_(value if unless is None else torch.where(unless.bool(), oldest, value))
-        self._num_added += 1
+        self.num_added += 1
+
+    def forget(self, num: int) -> None:
+        """Undo the last `num` calls of `add`, whose `unless` was 1."""
+        self.num_added -= num
 
     def tolist(self, num_later: int = 0) -> list[float | None]:
         """Return the values before the last `num_later`, oldest first. Waits for the device.
@@ -68,7 +76,7 @@ class SpikeWindow:
         A non-finite value becomes None, because JSON has no notation for it.
         """
         size = len(self._values)
-        num = self._num_added - num_later
+        num = self.num_added - num_later
         ordered = self._values.roll(-(num % size)) if num >= size else self._values
         values: list[float] = ordered[:num].tolist()
         return [value if math.isfinite(value) else None for value in values]

@@ -40,6 +40,7 @@ OFF = {
     "optimizer.name": ["--optimizer.name=Lion"],
     "optimizer.weight_decay": ["--optimizer.weight_decay=0.0"],
     "resilience.spike_threshold": ["--resilience.spike_threshold=0.0"],
+    "resilience.on_high_norm": ["--resilience.on_high_norm=accept"],
     "comm.trace_buf_size": ["--comm.trace_buf_size=0"],
     "training.gc_freq": ["--training.gc_freq=0"],
     "activation_checkpoint.mode": ["--activation_checkpoint.mode=none"],

@@ -37,6 +37,7 @@ REFUSED = {
     "groups-replicate": ("--parallelism.data_parallel_replicate_degree 2", 2),
     "groups-experts": (MOE, 2),
     "groups-early-step": ("--optimizer.early_step_in_backward", 2),
+    "groups-high-norm": ("--resilience.on_high_norm rerun", 2),
     "groups-average": (
         "--checkpoint.enable --ema.enable --fault_tolerance.semi_sync_method local_sgd", 2),
     "groups-offload": ("--training.enable_cpu_offload", 2),

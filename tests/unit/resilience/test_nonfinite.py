@@ -99,6 +99,53 @@ def test_a_step_without_labels_is_no_spike_and_has_no_norm() -> None:
     assert norms == pytest.approx([1.1, 0.9, 1.0, 1.0, 1.1, 0.9, 1.0]) and last is None
 
 
+def holding_gate(norms: list[float], first_high_norm: float = 100.0) -> UpdateGate[int]:
+    """Return a gate that holds high norms, after these norms."""
+    section = Resilience(first_high_norm=first_high_norm, spike_window=32)
+    gate: UpdateGate[int] = UpdateGate(section, CPU, 0, {"grad_norms": norms}, holds=True)
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("norms", "norm", "is_held"),
+    [
+        ([], 101.0, True),
+        ([], 99.0, False),
+        ([1.0] * 19, 99.0, False),  # too few for a median
+        ([1.0] * 20, 20.5, True),
+        ([1.0] * 20, 19.5, False),
+        ([1.0] * 20, math.inf, False),  # skipped as non-finite
+        ([1.0] * 20, NAN, False),
+    ],
+)
+def test_norms_out_of_proportion_hold_updates(
+    norms: list[float], norm: float, is_held: bool
+) -> None:
+    gate = holding_gate(norms)
+    gate.gate(torch.tensor(norm))
+    gate.record(1)
+    assert gate.is_held() == is_held
+    assert gate.gate(torch.tensor(50.0), has_labels=False) == (is_held or not math.isfinite(norm))
+
+
+def test_held_steps_leave_no_trace_and_the_second_norm_is_accepted() -> None:
+    gate = holding_gate([1.0] * 20)
+    decisions, held = [], []
+    for step, norm in enumerate([1.0, 30.0, NAN, 40.0], start=1):
+        held.append(gate.was_held())
+        decisions.append(int(gate.gate(torch.tensor(norm))))
+        gate.record(step)
+    assert decisions == [0, 1, 1, 1] and held == [False, False, False, True]
+    step = gate.release()
+    assert step is not None and step[:] == (1, 30.0, 20.0)
+    assert gate.state_dict() == {"nonfinite_in_a_row": 0, "grad_norms": [1.0] * 21}
+    assert gate.release() is None
+    for step, norm in enumerate([30.0, 1.0, 30.0], start=2):
+        decisions.append(int(gate.gate(torch.tensor(norm))))
+        gate.record(step)
+    assert decisions[4:] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("num_before", [3, 8, 13])
 def test_norms_after_the_last_good_step_are_not_saved(num_before: int) -> None:
     """The host detects frozen updates two steps late; the state must be from the last good step."""

@@ -110,7 +110,7 @@ def test_a_signal_is_a_request_and_handlers_are_restored(signum, request_):
 
 
 def test_every_stop_has_an_exit_code_and_codes_are_unique():
-    assert set(EXIT_CODES) == set(Request) - {Request.SAVE, Request.EXPORT}
+    assert set(EXIT_CODES) == set(Request) - {Request.SAVE, Request.EXPORT, Request.RUN_AGAIN}
     assert len({int(code) for code in ExitCode}) == len(ExitCode)
     assert ExitCode.BAD_CONFIG == 78
 

@@ -84,6 +84,13 @@ REFUSALS = (
         "set it to false",
     ),
     Refusal(
+        "groups-high-norm",
+        "resilience.on_high_norm",
+        lambda run: run.config.resilience.on_high_norm == "rerun",
+        '"accept"',
+        "leave it out",
+    ),
+    Refusal(
         "groups-average",
         "ema.enable",
         lambda run: (

@@ -152,6 +152,17 @@ RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
         (EARLY_STEP,),
     ),
     Rule(
+        "high-norm-early-step",
+        "resilience.on_high_norm",
+        lambda run: (
+            run.config.optimizer.early_step_in_backward
+            and run.config.resilience.on_high_norm == "rerun"
+        ),
+        f'"accept" {EARLY_UPDATES}',
+        'set optimizer.early_step_in_backward = false, or on_high_norm = "accept"',
+        (EARLY_STEP,),
+    ),
+    Rule(
         "replica-check-without-replicas",
         "resilience.replica_check_freq",
         lambda run: (
