@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +22,7 @@ from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import sum_by_source
+from torchtitan_like.resilience.gradient_check import GradientCheck
 
 
 class StepLosses(NamedTuple):
@@ -52,6 +53,7 @@ class StepRunner:
     num_sources: of the data whose losses are wanted separately; 0: none.
     on_micro_batch: is called with the number of each micro-batch before its forward.
     order_updates: is called before weights change; see `Checkpointer.order_updates`.
+    gradient_check: None if no gradients are computed twice.
     """
 
     world: World
@@ -67,6 +69,7 @@ class StepRunner:
     num_sources: int
     on_micro_batch: Callable[[int], None]
     order_updates: Callable[[], None]
+    gradient_check: GradientCheck | None = None
 
     def compute_gradients(
         self, step: int, batch: Batch, num_valid: int, *, num_tokens: int
@@ -87,18 +90,43 @@ class StepRunner:
         if self.balancer is not None:
             self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
-        return self._run_micro_batches(batch, local, max(1, num_valid)), local
+        num_valid = max(1, num_valid)
+        num_passes = 0 if self.gradient_check is None else self.gradient_check.num_passes(step)
+        is_one_pass = self.model.pipeline is not None or len(batch.first_samples) == 1
+        for _ in range(num_passes - is_one_pass):
+            self._check_pass(batch, local, num_valid)
+        losses = self._run_micro_batches(batch, local, num_valid)
+        if num_passes and is_one_pass:
+            self._keep_pass()
+        return losses, local
 
-    def update(self, num_valid: int, *, is_logged: bool) -> Update:
+    def _check_pass(self, batch: Batch, local: Tokens, num_valid: int) -> None:
+        """Compute the gradients of the first micro-batch for the check, and forget them.
+
+        A pipeline runs all its micro-batches.
+        """
+        first = replace(batch, first_samples=batch.first_samples[:1])
+        self._run_micro_batches(first, local, num_valid)
+        self._keep_pass()
+        self.optimization.optimizer.zero_grad()
+        if self.balancer is not None:
+            self.balancer.forget_choices()
+
+    def _keep_pass(self) -> None:
+        assert self.gradient_check is not None
+        self.gradient_check.add_pass()
+
+    def update(self, num_valid: int, *, is_logged: bool, is_trusted: bool = True) -> Update:
         """Clip the gradients, and update the weights unless the gate skips it.
 
         num_valid: see `compute_gradients`. is_logged: the step's metrics of experts are read.
+        is_trusted: False if the gradients are known to be wrong, which skips the update.
         """
         optimizer = self.optimization.optimizer
         grad_norm = optimizer.clip_gradients(self.max_norm)
         decision = self.gate(grad_norm, has_labels=num_valid > 0)
         # Without labels, momentum and weight decay alone would move the weights.
-        skip = decision if num_valid else torch.ones_like(decision)
+        skip = decision if num_valid and is_trusted else torch.ones_like(decision)
         self.order_updates()
         # Updates in the backward have been skipped; here they learn of the next steps.
         optimizer.step(skip=skip if optimizer.is_atomic else decision)

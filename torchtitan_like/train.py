@@ -108,6 +108,7 @@ from torchtitan_like.optim.gated import local as local_shard
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
+from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
@@ -360,6 +361,15 @@ class Trainer:
         self.reruns: Reruns[StepInput] = Reruns(self.attempt.event)
         self.update_gate = self._make_update_gate(self._stored("numbers") or {})
         self.replay_bundles = self._observe_rows() if self.is_leader else None
+        self.gradient_check: GradientCheck | None = None
+        if self.optimizer.is_atomic:
+            self.gradient_check = GradientCheck(
+                config.resilience.verify_gradients_freq,
+                world.step_group,
+                self.optimizer.named,
+                first_step=self.progress.step + 1,
+                measures=world.device.type == "cuda",
+            )
         self.step_runner = StepRunner(
             world,
             self.seed,
@@ -374,6 +384,7 @@ class Trainer:
             num_sources=len(self.batches.sources),
             on_micro_batch=self._move_to_micro_batch,
             order_updates=self.checkpointer.order_updates,
+            gradient_check=self.gradient_check,
         )
 
         # Metrics continue after the last row of the loaded step.
@@ -719,6 +730,10 @@ class Trainer:
                     record = self.train_step(step, current, agreement)
                 except GroupLostError:  # train on the same samples again
                     continue
+                except WrongGradientsError as error:  # on every rank
+                    logger.error(str(error))
+                    stop = Request.BAD_NUMBERS
+                    break
                 self._count_tokens(self.groups.finish_step(self._trained()))
                 if self.progress.step != step:  # continue from the state of another replica group
                     continue
@@ -813,8 +828,9 @@ class Trainer:
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
         """Run one step on a batch (`StepRunner`), and record progress.
 
-        This method does not wait for the device, except with `[fault_tolerance]`. Raises GroupLostError,
-        and updates nothing, if another replica group was lost.
+        This method does not wait for the device, except with `[fault_tolerance]` and in steps whose
+        gradients are checked. Raises GroupLostError, and updates nothing, if another replica group
+        was lost; WrongGradientsError if the check fails.
         """
         batch, before = inputs.batch, self.progress
         assert batch is not None
@@ -829,9 +845,12 @@ class Trainer:
             step, batch, num_valid, num_tokens=num_tokens
         )
         by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
+        is_trusted = self._are_gradients_right(step)
         losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
         total = self.groups.reduce(self.optimizer.local_gradients, losses_of_rank)
-        update = self.step_runner.update(num_valid, is_logged=self.metrics.due(step))
+        update = self.step_runner.update(
+            num_valid, is_logged=self.metrics.due(step), is_trusted=is_trusted
+        )
 
         self.progress = Progress(
             step=step,
@@ -859,6 +878,25 @@ class Trainer:
             data_loading_s=inputs.seconds,
             position=before.position,
         )
+
+    def _are_gradients_right(self, step: int) -> bool:
+        """Compare the passes of a step whose gradients are checked. A collective of such steps.
+
+        Raises WrongGradientsError if they differ and `resilience.on_nonfinite` is "stop".
+        """
+        check = self.gradient_check
+        if check is None or not check.num_passes(step):
+            return True
+        try:
+            check.compare(step)
+        except WrongGradientsError as error:
+            if self.is_leader:
+                self.attempt.event("wrong_gradients", step=step, parameters=error.by_rank)
+            if self.config.resilience.on_nonfinite == "stop":
+                raise
+            logger.error(str(error))
+            return False
+        return True
 
     def _gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
         return self.update_gate.gate(grad_norm, has_labels=has_labels)

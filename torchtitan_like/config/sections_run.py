@@ -290,6 +290,13 @@ class Resilience(Section):
         "0: never.",
         ge=0,
     )
+    verify_gradients_freq: int = field(
+        1000,
+        "Compute the gradients of a micro-batch twice every this many steps, and compare their bits. "
+        "A difference is handled like a non-finite step (on_nonfinite). 0: never. Without effect if "
+        "the backward updates the weights (optimizer.early_step_in_backward).",
+        ge=0,
+    )
 
 
 class MemoryEstimation(Section):

@@ -110,6 +110,10 @@ class ExpertBalancer:
             if self._modules:
                 self._balance(choices[self._rows], skip)
             self._logged = (choices, self._sum_losses()) if is_logged else None
+        self.forget_choices()
+
+    def forget_choices(self) -> None:
+        """Set the counts of this rank to 0."""
         modules = self._modules.values()
         if modules:
             torch._foreach_zero_([module.tokens_per_expert for module in modules])

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from torchtitan_like.resilience.host_copy import HostCopy
+from torchtitan_like.resilience.replicas import local_elements
 from torchtitan_like.resilience.spikes import SpikeWindow
 
 if TYPE_CHECKING:
@@ -206,9 +207,9 @@ def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """
     groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, tensor in named:
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = local_elements(tensor)
         if local.is_floating_point():
-            groups.setdefault((local.device, local.dtype), {})[name] = local.detach()
+            groups.setdefault((local.device, local.dtype), {})[name] = local
     names = []
     for tensors in groups.values():
         norms = torch.stack(torch._foreach_norm(list(tensors.values())))

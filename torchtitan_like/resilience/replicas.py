@@ -68,6 +68,12 @@ class Replicas:
             )
 
 
+def local_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor, or the tensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
 @torch.no_grad()
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit hash of the local elements' bits (0-dim int64).
@@ -75,8 +81,8 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     Each element is multiplied by an odd number that depends on its index. A single flipped bit
     always changes the sum.
     """
-    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    bits = local.detach().contiguous().view(INTEGERS[local.element_size()]).flatten()
+    local = local_elements(tensor)
+    bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), BLOCK):
         block = bits[start : start + BLOCK].to(torch.int64)

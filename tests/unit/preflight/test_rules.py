@@ -383,6 +383,7 @@ OTHER_RULES = [
     ("early=true resilience.on_nonfinite=skip", None, "skipped-nonfinite-early-step"),
     ("early=true resilience.on_spike=skip", None, "skipped-spike-early-step"),
     ("early=true resilience.on_high_norm=rerun", None, "high-norm-early-step"),
+    ("early=true resilience.verify_gradients_freq=10", None, "gradient-check-early-step"),
     ("debug.detect_overflow=true compile=true", None, "compiled-overflow-detection"),
     (BIASES, None, "bias-of-softmax"),
     (f"{BIASES} checkpoint.enable=true checkpoint.hf_interval=10", None, "bias-without-hf-name"),

@@ -174,6 +174,18 @@ RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
         involves=(REPLICATE,),
         severity="warning",
     ),
+    Rule(
+        "gradient-check-early-step",
+        "resilience.verify_gradients_freq",
+        lambda run: (
+            run.config.is_set("resilience.verify_gradients_freq")
+            and run.config.resilience.verify_gradients_freq > 0
+            and run.config.optimizer.early_step_in_backward
+        ),
+        "0 with optimizer.early_step_in_backward: a second pass would update the weights",
+        "leave it out, or set optimizer.early_step_in_backward = false",
+        (EARLY_STEP,),
+    ),
 )
 
 DEBUG_RULES: tuple[Rule[RunContext], ...] = (
