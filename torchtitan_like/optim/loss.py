@@ -73,6 +73,15 @@ def chunked_cross_entropy(
     Logits have the dtype of `hidden`. The softmax is float64 for float64 logits, else fp32. Weight
     gradients are summed over chunks in fp32 or float64.
 
+    Each chunk of c tokens after the first reads and writes this sum once more: 8 vocab dim bytes. Of a
+    step of T tokens and P parameters, on a device of B bytes/s that computes F FLOP/s in practice,
+    these additions take the fraction
+
+        (ceil(T / c) - 1) 8 vocab dim / B / (6 P T / F).
+
+    With the default chunk it is 0.7 % for 1.5B parameters (vocab 128,256, dim 2,048, T 8,192) and
+    0.3 % for 8B (dim 4,096) on an H100 (B = 3.35e12, F = 4e14).
+
     chunk_mib: memory limit of a chunk's logits in fp32, in MiB. 0 means one chunk.
     compile_backend: compiles the operations between the matrix products.
     shards: `weight` is this rank's shard of the vocabulary. Hidden states, labels, and the loss are

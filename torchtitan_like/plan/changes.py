@@ -38,7 +38,7 @@ def _accumulate(config: JobConfig) -> list[str]:
 # In the order of their cost in time, lowest first.
 CHANGES: tuple[Change, ...] = (
     Change(
-        "no cost: logits exist for fewer tokens at a time",
+        "logits exist for fewer tokens at a time, and weight gradients of the head are added more often",
         lambda config: not 0 < config.loss.chunk_mib <= 256,
         lambda config: ["--loss.chunk_mib=256"],
     ),
