@@ -1,27 +1,56 @@
 #!/usr/bin/env bash
-# Run every GPU test and benchmark of this repository and write one file, in at most 8 minutes.
+# Run the GPU tests and benchmarks of this repository and write one file, in at most 8 minutes on one GPU.
 #
-#   benchmarks/gpu.sh [FILE]      FILE: gpu-<host>-<date>.txt if not given
+#   benchmarks/gpu.sh [--only PART,...] [--wheels FOLDER] [FILE]
 #
-# PYTHON names the interpreter (python3); its torch must see a GPU. Needs no network. Each part has a time limit of its
-# own; a part that fails or runs out of time is reported in the file, and the next one starts. Returns the number of
-# parts that failed.
+# PART     what it runs (all but spikes if not given)
+#   tests    every test that needs a GPU
+#   jobs     13 trainings of 30 steps, more with several GPUs: tokens/s, MFU, memory
+#   compare  30 runs on the GPU and on the CPU (benchmarks/cpu_gpu.py)
+#   spikes   equal runs of a mixture of experts, gradient norms compared (benchmarks/gradient_spikes.py), 2 minutes
+# FOLDER   wheels of the packages that a machine with nothing but torch lacks
+# FILE     gpu-<host>-<date>.txt if not given
+#
+# PYTHON names the interpreter (python3); its torch must see a GPU. Needs no network. Each command has a time limit of its
+# own; one that fails or runs out of time is reported in the file, and the next one starts. Returns the number that failed.
 set -uo pipefail
 
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 PYTHON=${PYTHON:-python3}
+parts=tests,jobs,compare
+wheels=
+while [[ ${1:-} == --* ]]; do
+  case $1 in
+    --only) parts=${2:-} ;;
+    --wheels) wheels=${2:-} ;;
+    *) sed -n '2,/^set /s/^# \{0,1\}//p' "$0"; [ "$1" = --help ]; exit ;;
+  esac
+  shift 2 || { echo "$1 needs a value" >&2; exit 2; }
+done
+for name in ${parts//,/ }; do
+  [[ $name =~ ^(tests|jobs|compare|spikes)$ ]] || {
+    echo "--only $name: no such part. Expected some of tests,jobs,compare,spikes" >&2
+    exit 2
+  }
+done
 FILE=$(realpath -m "${1:-gpu-$(hostname -s)-$(date +%Y-%m-%d).txt}")
+[ -z "$wheels" ] || wheels=$(realpath "$wheels") || exit 2
 cd "$ROOT" || exit 1
-export PYTHONPATH=$ROOT OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=1
+OUT=$(mktemp -d)
+trap 'rm -rf "$OUT"' EXIT
+export PYTHONPATH=$ROOT:$OUT/site${PYTHONPATH:+:$PYTHONPATH} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8} HF_HUB_OFFLINE=1
 
+if [ -n "$wheels" ]; then
+  "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$OUT/site" "$wheels"/*.whl || exit 1
+fi
 NGPU=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit 1
 if [ "$NGPU" -eq 0 ]; then
   echo "torch sees no GPU. Expected at least one: check nvidia-smi, CUDA_VISIBLE_DEVICES and torch.version.cuda" >&2
   exit 1
 fi
-OUT=$(mktemp -d)
-trap 'rm -rf "$OUT"' EXIT
 failed=0
+
+is_wanted() { [[ ,$parts, == *,$1,* ]]; }
 
 # part SECONDS TITLE COMMAND...: run a command with a time limit, its output into the file
 part() {
@@ -34,12 +63,12 @@ part() {
   [ "$code" -eq 0 ] || failed=$((failed + 1))
 }
 
-# train SECONDS NAME RANKS ARGUMENTS...: 30 steps of the trainer; then its rows of metrics.jsonl
+# train SECONDS NAME RANKS CONFIG ARGUMENTS...: 30 steps of the trainer; then its rows of metrics.jsonl
 train() {
-  local limit=$1 name=$2 ranks=$3 folder="$OUT/$2"
-  shift 3
+  local limit=$1 name=$2 ranks=$3 config=$4 folder="$OUT/$2"
+  shift 4
   part "$limit" "train: $name" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" \
-    -m torchtitan_like.train --job.config_file train_configs/debug_model.toml --job.dump_folder "$folder" \
+    -m torchtitan_like.train --job.config_file "train_configs/$config.toml" --job.dump_folder "$folder" \
     --training.steps 30 --lr_scheduler.warmup_steps 2 --training.mixed_precision_param bfloat16 --metrics.log_freq 10 \
     --metrics.no-enable_tensorboard --validation.no-enable --checkpoint.no-enable "$@" >"$OUT/$name.log"
   grep -vF INFO "$OUT/$name.log"
@@ -57,29 +86,50 @@ for row in rows:
 PY
 }
 
-large="--model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
+run_jobs() {
+  local large="debug_model --model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
+  local op="--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
+  local float8="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"
+  local half="--training.dtype bfloat16 --optimizer.state_dtype bfloat16"
+  # shellcheck disable=SC2086 # several arguments
+  {
+    train 30 debug 1 debug_model --training.local_batch_size 8 --training.seq_len 2048
+    train 30 1b 1 $large
+    train 60 1b-compiled 1 $large --compile.enable
+    train 30 1b-op 1 $large $op
+    train 60 1b-full-compiled 1 $large --compile.enable --activation_checkpoint.mode full
+    train 60 1b-float8-compiled 1 $large --compile.enable $float8
+    train 40 1b-saved 1 $large --checkpoint.enable --checkpoint.interval 10 --checkpoint.async_mode async_with_pinned_mem
+    train 70 8b-full-compiled 1 $large $half --model.flavor 8B --compile.enable --activation_checkpoint.mode full
+    train 30 qwen3-moe 1 qwen3_moe_debug
+    train 60 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
+    train 60 deepseek-compiled 1 deepseek_v3_debug --compile.enable
+    train 60 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
+    train 30 llama4 1 llama4_debug
+    if [ "$NGPU" -gt 1 ]; then
+      part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
+        -m torchtitan_like node bench --sizes 1MB,32MB,1GB
+      train 40 fsdp-1b "$NGPU" $large
+      train 30 tensor-parallel 2 debug_model --parallelism.tensor_parallel_degree 2
+      train 30 pipeline 2 debug_model --parallelism.pipeline_parallel_degree 2
+    fi
+  }
+}
 
 {
   echo "torchtitan_like $(git rev-parse --short HEAD 2>/dev/null) on $(hostname), $(date -u +%Y-%m-%dT%H:%MZ), $NGPU GPUs"
   part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version())'
   part 10 "nvidia-smi" nvidia-smi
   part 20 "node check" "$PYTHON" -m torchtitan_like node check --gpus "$NGPU"
-  part 120 "tests that need a GPU" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/unit tests/distributed
-  train 30 one-gpu 1 --training.local_batch_size 8 --training.seq_len 2048
-  # shellcheck disable=SC2086 # several arguments
-  train 40 one-gpu-1b 1 $large
-  # shellcheck disable=SC2086
-  train 80 one-gpu-1b-compiled 1 $large --compile.enable
-  # shellcheck disable=SC2086
-  train 40 one-gpu-1b-saved 1 $large --checkpoint.enable --checkpoint.interval 10 \
-    --checkpoint.async_mode async_with_pinned_mem
-  if [ "$NGPU" -gt 1 ]; then
-    part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
-      -m torchtitan_like node bench --sizes 1MB,32MB,1GB
-    # shellcheck disable=SC2086
-    train 40 fsdp-1b "$NGPU" $large
-    train 30 tensor-parallel 2 --parallelism.tensor_parallel_degree 2
-    train 30 pipeline 2 --parallelism.pipeline_parallel_degree 2
+  if is_wanted tests; then
+    part 120 "tests" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/unit tests/distributed
+  fi
+  if is_wanted compare; then
+    part 150 "compare with the CPU" "$PYTHON" -m benchmarks.cpu_gpu
+  fi
+  is_wanted jobs && run_jobs
+  if is_wanted spikes; then
+    part 120 "spikes" "$PYTHON" benchmarks/gradient_spikes.py runs "$OUT/spikes" --seconds 90
   fi
   echo
   echo "# $failed parts failed; $SECONDS s in all"
