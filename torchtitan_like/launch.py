@@ -32,6 +32,7 @@ from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
 from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
+from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.preflight.host_memory import host_memory_need
 from torchtitan_like.resilience.hung_peers import kill_hung_peers
@@ -147,7 +148,8 @@ def run(
             elif is_killed(config, world):
                 code = ExitCode.INTERRUPTED
             else:
-                trainer = Trainer(config, world, checkpointer, starts, requests, position)
+                clock = resources.enter_context(StartClock(launched.rank == 0))
+                trainer = Trainer(config, world, checkpointer, starts, requests, position, clock)
                 code = trainer.train()
         except LockedError:
             raise

@@ -103,6 +103,7 @@ from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
+from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.gated import local as local_shard
 from torchtitan_like.optim.schedule import SavedSchedule
@@ -164,11 +165,18 @@ class Trainer:
         starts: list[Start],
         requests: Requests,
         position: RankPosition,
+        start_clock: StartClock | None = None,
     ) -> None:
         """Build all parts, and load the first undamaged start of `starts`.
 
         A collective. Raises the errors of `launch.CODES` on every rank.
         """
+        self.start_clock = StartClock(world.rank == 0) if start_clock is None else start_clock
+        weights = "initialize the weights" if starts[0].kind == "scratch" else "load the weights"
+        first_step = "compile and run step" if config.compile.enable else "run step"
+        first_step += f" {starts[0].step + 1}"
+        self.start_clock.plan("read the data", "build the model", weights, first_step)
+        self.start_clock.begin("read the data")
         self.config = config
         self.world = world
         self.checkpointer = checkpointer
@@ -234,6 +242,7 @@ class Trainer:
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
 
+        self.start_clock.begin("build the model")
         # Model: build it on meta, shard, materialize, then initialize it from the seed.
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {self.args}")
@@ -263,6 +272,7 @@ class Trainer:
             self.overflow = OverflowDetector(
                 self.parts, config.debug, self.position.step_and_micro_batch
             )
+        self.start_clock.begin(weights)
         is_new = self.start.kind == "scratch" or self.start.upcycles
         if is_new or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
@@ -391,6 +401,7 @@ class Trainer:
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         world.step_group.run_on_leader(self._rewind_metrics)
         self._log_geometry()
+        self.start_clock.begin(first_step)
 
     @property
     def is_finished(self) -> bool:
@@ -797,6 +808,7 @@ class Trainer:
 
     def _finish_warmup(self) -> None:
         """Shorten the time-outs after the first step, which compiles. A collective."""
+        self.start_clock.begin(None)
         seconds = self.config.comm.train_timeout_seconds
         self.world.tighten_timeouts(timedelta(seconds=seconds))
         self.position.stall_seconds = 0.8 * seconds
