@@ -11,6 +11,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +43,18 @@ DTYPE_BYTES = {
 }
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
 _MAX_LIST_LENGTH = 1_000_000  # torch extends a list to any index that a `.metadata` contains
+# 1 to 100 pickle instructions without a length or a memo index of 4 bytes.
+_FIXED_LENGTH = re.compile(
+    rb"(?:[(012NRQbadelstu)\]}o\x81\x85-\x89\x8f-\x94\x97\x98]|[Khq\x80\x82].|[M\x83].{2}|"
+    rb"[Jj\x84].{4}|[G\x95].{8}|c[^\n]*\n[^\n]*\n){1,100}",
+    re.DOTALL,
+)
+# Pickle instruction with a string, bytes or integer -> bytes of the length before it.
+_LENGTH_BYTES = {
+    **dict.fromkeys(b"UC\x8a\x8c", 1),
+    **dict.fromkeys(b"TXB\x8b", 4),
+    **dict.fromkeys(b"\x8d\x8e\x96", 8),
+}
 _REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
 _REASON_MARK = "WeightsUnpickler error: "
 
@@ -70,19 +83,30 @@ def metadata_types(
     get_layout: Any,
     writable: tuple[Any, ...],
 ) -> MetadataTypes:
-    """Return the types for a `.metadata`. writable: in addition to the classes and the path."""
+    """Return the types for a `.metadata`. writable: in addition to the classes."""
     package = "torch.distributed.checkpoint"
     table = {
         **{(f"{package}.metadata", name): classes[name] for name in CLASSES},
         **{(f"{package}.filesystem", name): classes[name] for name in FILE_CLASSES},
         **{("torch", name): dtype for name, dtype in dtypes.items()},
-        **{(name, cls): PurePosixPath for name in ("pathlib", "pathlib._local") for cls in _PATHS},
+        **{(name, cls): _MakePath() for name in ("pathlib", "pathlib._local") for cls in _PATHS},
         ("collections", "OrderedDict"): OrderedDict,
         ("torch", "Size"): size,
         ("torch.serialization", "_get_layout"): get_layout,
     }
     (dtype,) = {type(value) for value in dtypes.values()}
-    return MetadataTypes(table, classes, dtype, size, (*classes.values(), PurePosixPath, *writable))
+    return MetadataTypes(table, classes, dtype, size, (*classes.values(), *writable))
+
+
+class _MakePath:
+    """Replaces the classes of paths. A path of two paths could double in length each time."""
+
+    __slots__ = ()  # a pickle cannot set attributes
+
+    def __call__(self, *parts: str) -> PurePosixPath:
+        if not all(type(part) is str for part in parts):
+            raise TypeError("a part of a path is not a string")
+        return PurePosixPath(*parts)
 
 
 class _StandIn:
@@ -114,7 +138,7 @@ class _Size(tuple[int, ...]):
     def __new__(cls, sizes: Iterable[int] = ()) -> _Size:
         size = super().__new__(cls, sizes)
         if not all(type(n) is int for n in size):
-            raise TypeError(f"a size has the value {size}")
+            raise TypeError("a size is not an integer")
         return size
 
 
@@ -125,7 +149,7 @@ def _stand_ins() -> MetadataTypes:
     }
     classes["TensorProperties"] = _Properties
     dtypes = {name: _DtypeName(name) for name in DTYPE_BYTES}
-    return metadata_types(classes, dtypes, _Size, str, (_Size,))
+    return metadata_types(classes, dtypes, _Size, _StandIn, (_Size, _StandIn))
 
 
 STAND_INS = _stand_ins()
@@ -159,10 +183,38 @@ def load_metadata(
         if trust:
             metadata = pickle.loads(content)
         else:
+            _check_memo(content)
             with _unchanged(types.writable, file):
                 metadata = _Unpickler(content, types).load()
         _check_metadata(metadata, file, types)
     return metadata
+
+
+def _check_memo(content: bytes | bytearray) -> None:
+    """Raise UnpicklingError for a memo index above the number of bytes.
+
+    The unpickler allocates memory for every index below it. `pickletools` is too slow for files of
+    hundreds of megabytes.
+    """
+    position = 0
+    while content[position] != pickle.STOP[0]:
+        if match := _FIXED_LENGTH.match(content, position):
+            position = match.end()
+            continue
+        instruction = content[position]
+        position += 1
+        if instruction == pickle.LONG_BINPUT[0]:
+            index = int.from_bytes(content[position : position + 4], "little")
+            if index > len(content):
+                raise pickle.UnpicklingError(
+                    f"it uses the memo index {index:,}, but has {len(content):,} bytes"
+                )
+            position += 4
+        elif num_bytes := _LENGTH_BYTES.get(instruction):
+            length = int.from_bytes(content[position : position + num_bytes], "little")
+            position += num_bytes + length
+        else:
+            raise pickle.UnpicklingError(f"it has the instruction {chr(instruction)!r}")
 
 
 class StoredEntries(NamedTuple):
@@ -219,7 +271,7 @@ def as_checkpoint_error(file: Path) -> Iterator[None]:
         raise _damage(file, f"UnpicklingError: {reason}") from problem
     except (
         ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError,
-        RecursionError, RuntimeError, TypeError, ValueError,
+        RecursionError, RuntimeError, TypeError, ValueError, zipfile.BadZipFile,
     ) as problem:  # fmt: skip
         raise _damage(file, f"{type(problem).__name__}: {problem}") from problem
 
@@ -284,7 +336,7 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
         if type(name) is not str or not (
             isinstance(entry, classes["BytesStorageMetadata"]) or _is_tensor_entry(entry, types)
         ):
-            raise _damage(file, f"it describes {name!r} as {type(entry).__name__}")
+            raise _damage(file, f"it describes an item as {type(entry).__name__}")
     files: set[str] = set()
     for index, location in metadata.storage_data.items():
         if type(location) is tuple and len(location) == 3:  # of a native step of version 2
@@ -293,7 +345,7 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
             path, offset, length = location.relative_path, location.offset, location.length
         is_typed = type(path) is str and type(offset) is int and type(length) is int
         if type(index) is not classes["MetadataIndex"] or not is_typed or offset < 0 or length < 0:
-            raise _damage(file, f"it stores an item at {location!r}")
+            raise _damage(file, "it stores an item at an invalid position")
         files.add(path)
     if outside := sorted(path for path in files if not is_inside(path)):
         raise DamagedError(
@@ -301,9 +353,9 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
             "use this checkpoint"
         )
     # The planner's data contain the path of each item in nested dicts and lists.
-    for name, keys in (metadata.planner_data or {}).items():
+    for keys in (metadata.planner_data or {}).values():
         if not keys or not all(type(key) is str or key in range(_MAX_LIST_LENGTH) for key in keys):
-            raise _damage(file, f"it puts {name!r} at {keys!r}")
+            raise _damage(file, "it puts an item at an invalid index")
 
 
 def _is_tensor_entry(entry: Any, types: MetadataTypes) -> bool:

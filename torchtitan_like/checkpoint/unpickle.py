@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import IO, Any
 
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
@@ -67,6 +69,8 @@ def load_saved(
     class, DamagedError if it cannot be read.
     """
     with as_checkpoint_error(file):
+        if not trust:
+            _check_archive(source)
         try:
             return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
         except pickle.UnpicklingError as problem:
@@ -75,6 +79,28 @@ def load_saved(
         if not isinstance(source, Path):
             source.seek(0)
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
+
+
+def _check_archive(source: Path | IO[bytes]) -> None:
+    """Raise ValueError if the members of a zip file have more bytes than the file."""
+    if zipfile.is_zipfile(source):
+        with zipfile.ZipFile(source) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+            num_bytes = archive.start_dir  # of the members
+        if size > num_bytes:
+            raise ValueError(f"{size:,} bytes are compressed into {num_bytes:,}")
+    if not isinstance(source, Path):
+        source.seek(0)
+
+
+def _bytearray(content: str | bytes = b"", *encoding: str) -> bytearray:
+    """Replace `bytearray` in torch's list. bytearray(n) allocates any number n of bytes."""
+    if type(content) not in (str, bytes):
+        raise TypeError(f"a bytearray of {type(content).__name__}")
+    return bytearray(content, *encoding)
+
+
+_get_allowed_globals()["builtins.bytearray"] = _bytearray
 
 
 def _import_torchao(problem: pickle.UnpicklingError) -> bool:

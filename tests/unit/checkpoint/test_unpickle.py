@@ -12,12 +12,14 @@ from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
+from tests.faults.malice import Call
 from tests.faults.trainer import ASSETS
 from torchtitan_like.checkpoint import dcp_metadata
 from torchtitan_like.checkpoint.dcp_metadata import (
@@ -159,6 +161,47 @@ def test_malformed_metadata_is_damage(tmp_path: Path, change: str, types: Metada
     for content in (b"", b"\x80", pickle.dumps({"a": 1}), bytes(1000), pickle.dumps(metadata)[:-9]):
         with pytest.raises(DamagedError, match="cannot be read"):
             dcp_metadata.load_metadata(content, tmp_path / ".metadata", types)
+
+
+@pytest.mark.parametrize("types", [TORCH_TYPES, STAND_INS], ids=["torch", "stand-ins"])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"\x80\x02Nr\x00\x00\x00\x08.", "it uses the memo index 134,217,728, but has 9 bytes"),
+        (b"\x80\x02X\x01\x00\x00\x00r\x8c\x01rNr\xff\xff\xff\xff.", "memo index 4,294,967,295"),
+        (b"\x80\x02Np134217728\n.", "it has the instruction 'p'"),
+        (
+            b"\x80\x02cpathlib\nPurePath\nq\0X\x01\0\0\0a\x85R" + b"q\1h\0h\1h\1\x86R" * 40 + b".",
+            "a part of a path is not a string",
+        ),
+    ],
+)
+def test_small_metadata_of_much_memory_is_damage(
+    types: MetadataTypes, content: bytes, reason: str
+) -> None:
+    with pytest.raises(DamagedError, match=reason):
+        dcp_metadata.load_metadata(content, Path(".metadata"), types)
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_bytearray_of_a_size_is_damage(tmp_path: Path, is_zip: bool) -> None:
+    file = tmp_path / "a.pt"
+    for size in (2**40, torch.tensor(2**40)):
+        torch.save({"a": Call(bytearray, size)}, file, _use_new_zipfile_serialization=is_zip)
+        with pytest.raises(DamagedError, match="a bytearray of (int|Tensor)"):
+            load_saved(file, file)
+    torch.save({"a": bytearray(b"\xff"), "b": bytearray()}, file)
+    assert load_saved(file, file) == {"a": b"\xff", "b": b""}
+
+
+def test_compressed_tensor_is_damage(tmp_path: Path) -> None:
+    source, file = tmp_path / "source.pt", tmp_path / "a.pt"
+    torch.save(torch.zeros(100_000), source)
+    with ZipFile(source) as archive, ZipFile(file, "w", ZIP_DEFLATED) as copy:
+        for member in archive.infolist():
+            copy.writestr(member.filename, archive.read(member))
+    with pytest.raises(DamagedError, match="400,[0-9]{3} bytes are compressed into"):
+        load_saved(file, file)
 
 
 def test_plain_values_and_tensors_load(tmp_path: Path) -> None:
