@@ -274,8 +274,8 @@ class ForkServer:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        self.process.kill()  # its ranks are killed too
-        self.process.communicate()
+        self.process.kill()  # its ranks are killed too, and their workers notice it
+        self.process.communicate(timeout=60)
 
 
 class _ForkedRun:

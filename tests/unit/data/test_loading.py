@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,6 +150,24 @@ builtins.kept = batches  # as a traceback would keep it alive
 assert next(batches).position == 0
 raise ValueError("the error that ends the run")
 """
+
+
+def test_workers_of_a_killed_process_end(tmp_path: Path) -> None:
+    """Their batches fill a pipe that nobody reads any more."""
+    script = FAILING_SCRIPT.replace("torch.zeros(1)", "torch.zeros(2**20)").replace(
+        'raise ValueError("the error that ends the run")',
+        "import os, psutil, signal\n"
+        "print(*(child.pid for child in psutil.Process().children()), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    with open(tmp_path / "pids", "w") as output:  # the workers hold it open, so it is no pipe
+        subprocess.run([sys.executable, "-c", script], stdout=output, timeout=60, check=False)
+    pids = [int(word) for word in (tmp_path / "pids").read_text().split()]
+    assert len(pids) == 3
+    deadline = time.monotonic() + 30
+    while running := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, running
+        time.sleep(0.1)
 
 
 def test_an_error_ends_a_process_whose_workers_are_reading() -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -82,7 +85,7 @@ def make_reader(
             num_workers=section.num_workers,
             prefetch_factor=section.prefetch_factor,
             persistent_workers=section.persistent_workers,
-            worker_init_fn=_ignore_signals,
+            worker_init_fn=partial(_start_worker, os.getpid()),
             # Forked workers share a memory-mapped file; spawned workers would copy its content.
             multiprocessing_context="fork",
             snapshot_every_n_steps=2**31,
@@ -187,6 +190,15 @@ def _values(batch: Batch) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in values if value is not None]
 
 
-def _ignore_signals(worker: int) -> None:
+def _start_worker(main_process: int, worker: int) -> None:
+    """Leave signals to the main process, and end with it even if it is killed."""
     for number in _IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # Runs before multiprocessing's own finalizer, which would wait until a full pipe is read. The
+    # other workers hold its read end, so without the main process they would wait forever.
+    Finalize(None, _exit_without, args=(main_process,), exitpriority=0)
+
+
+def _exit_without(main_process: int) -> None:
+    if os.getppid() != main_process:
+        os._exit(1)
