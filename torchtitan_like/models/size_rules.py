@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
+
+# Larger models are mistakes. Their lists of layers and tensors would exhaust memory.
+MAX_LAYERS = 10_000
+MAX_SIZE = 2**31 - 1
+MAX_PARAMS = 10**15
+
+
+def check_limits(args: Any) -> list[str]:
+    """Return one sentence for each integer above MAX_SIZE, for numbers of layers above MAX_LAYERS."""
+    problems = []
+    for key in (field.name for field in dataclasses.fields(args)):
+        value = getattr(args, key)
+        limit = MAX_LAYERS if key.endswith("layers") else MAX_SIZE
+        if isinstance(value, int) and value > limit:
+            expected = f"expected at most {limit}; remove it to use the flavor's"
+            problems.append(f"{key} = {value}: {expected}")
+    return problems
 
 
 def check_positive(args: Any, keys: Iterable[str]) -> list[str]:

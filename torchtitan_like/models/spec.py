@@ -25,6 +25,7 @@ from typing import (
 
 from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
+from torchtitan_like.models.size_rules import MAX_PARAMS, check_limits
 from torchtitan_like.models.upcycling import Upcycling
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -263,7 +264,9 @@ def resolve_args(spec: ModelSpec, flavor: str, overrides: Mapping[str, Any]) -> 
             problems.append(f"{key} = {value!r}: expected {expected}, found {type(value).__name__}")
     if not problems:
         args = dataclasses.replace(spec.flavors[flavor], **overrides)
-        problems = spec.check(args)
+        problems = check_limits(args) or spec.check(args)
+        if not problems and (num_params := spec.num_params(args)) > MAX_PARAMS:
+            problems = [f"{num_params:,} parameters: expected at most {MAX_PARAMS:,}"]
     if problems:
         raise ValueError("\n".join(problems))
     return args

@@ -564,6 +564,8 @@ def test_fields_that_change_the_model_are_refused(field, value, neutral):
         (QWEN2, {"layer_types": ["sliding_attention"] * 28}, "expected 28 full_attention, then 0"),
         (QWEN2, {"use_sliding_window": "no"}, 'use_sliding_window = "no": expected true or false'),
         (LLAMA, {"hidden_size": "4096"}, 'hidden_size = "4096": expected an integer above 0'),
+        (LLAMA, {"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: expected at most"),
+        (LLAMA, {"vocab_size": 2**60}, "vocab_size = 1152921504606846976: expected at most 214748"),
         (LLAMA, {"rms_norm_eps": float("nan")}, "rms_norm_eps = NaN: expected a number above 0"),
         (LLAMA, {"rope_theta": 10**400}, "0...: expected a number above 0"),
         (LLAMA, {"model_type": ["llama"]}, 'model_type = ["llama"]: expected one of llama'),

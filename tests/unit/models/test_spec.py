@@ -70,6 +70,13 @@ def test_overrides_replace_sizes_of_the_flavor():
         ("8B", {"depth_init": 1}, "depth_init = 1: expected bool, found int"),
         ("8B", {"n_kv_heads": 1.5}, "n_kv_heads = 1.5: expected int or nothing, found float"),
         ("8B", {"n_layers": 0}, "n_layers = 0: expected a number above 0"),
+        ("8B", {"n_layers": 10**9}, "n_layers = 1000000000: expected at most 10000"),
+        (
+            "8B",
+            {"vocab_size": 2**60},
+            "vocab_size = 1152921504606846976: expected at most 2147483647",
+        ),
+        ("8B", {"dim": 2**26}, " parameters: expected at most 1,000,000,000,000,000"),
         ("8B", {"n_kv_heads": 5}, "n_kv_heads = 5: expected a divisor of n_heads = 32"),
         ("8B", {"dim": 4097}, "dim = 4097: expected a multiple of 2 x n_heads = 64"),
         (

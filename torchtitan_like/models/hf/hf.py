@@ -24,6 +24,7 @@ from torchtitan_like.models.hf_fields import (
 )
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.rope_rules import yarn_scale
+from torchtitan_like.models.size_rules import MAX_LAYERS, MAX_SIZE
 from torchtitan_like.models.spec import HfModel
 
 _ATTENTION = "model.layers.{}.self_attn."
@@ -177,9 +178,11 @@ class _Fields:
     def integer(self, name: str, default: int | None) -> int:
         """Return an integer above 0; the default if the field is absent."""
         value = self.get(name, default)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-        self.refuse(name, "an integer above 0")
+        limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        is_positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if is_positive and value <= limit:
+            return int(value)
+        self.refuse(name, f"at most {limit}" if is_positive else "an integer above 0")
         return 1
 
     def number(self, name: str, default: float) -> float:
