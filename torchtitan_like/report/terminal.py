@@ -24,6 +24,7 @@ from torchtitan_like.report.status import (
     heartbeat_lines,
     read_progress,
 )
+from torchtitan_like.util.output import printable
 
 BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
@@ -40,18 +41,16 @@ def status_view(run: Path, now: float) -> RenderableType:
     """
     progress = read_progress(run)
     state = summarize_run(run, now).state
-    title = Text(f"{run.resolve().name}  ", style="bold")
-    title.append(state, style=STATE_STYLES.get(state, "bold red"))
+    title = Text(printable(f"{run.resolve().name}  "), style="bold")
+    title.append(printable(state), style=STATE_STYLES.get(state, "bold red"))
     parts: list[RenderableType] = [title]
     if progress is None:
         parts.append(Text(NO_STEP))
     else:
         parts += _progress_view(progress, now)
     lines = [*end_lines(run), disk_line(run), *heartbeat_lines(run, now)]
-    parts += [Text(_printable(line)) for line in lines]
-    parts += [
-        Text(_printable(line), style="dim", overflow="ellipsis") for line in _event_lines(run)
-    ]
+    parts += [Text(printable(line)) for line in lines]
+    parts += [Text(printable(line), style="dim", overflow="ellipsis") for line in _event_lines(run)]
     return Group(*parts)
 
 
@@ -102,8 +101,3 @@ def _event_lines(run: Path) -> list[str]:
         step = "" if event.get("step") is None else f" at step {event['step']}"
         lines.append(f"{clock}{event['event']}{step}: {event_detail(event)}".removesuffix(": "))
     return lines
-
-
-def _printable(line: str) -> str:
-    """Replace control characters, with which a file could change the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in line)

@@ -7,10 +7,20 @@ launcher of a run continues: see `show`. Messages on stderr never change an exit
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
+
+# Control characters except tab and newline, with which a file could change the terminal, and bytes
+# of file names that are not UTF-8, which no stream can encode.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Replace control characters and invalid UTF-8 with Python's escapes, such as `\\x1b`."""
+    return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 class OutputError(BaseException):
@@ -29,17 +39,25 @@ class OutputError(BaseException):
 
 
 class _CheckedStream:
-    """A text stream that raises OutputError if its text cannot be written."""
+    """A text stream of `printable` text that raises OutputError if it cannot be written.
 
-    def __init__(self, stream: TextIO) -> None:
+    unescaped: the same stream for a caller that controls the terminal.
+    """
+
+    def __init__(self, stream: TextIO, escape: Callable[[str], str] = printable) -> None:
         self._stream = stream
+        self._escape = escape
+
+    @property
+    def unescaped(self) -> _CheckedStream:
+        return _CheckedStream(self._stream, str)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         try:
-            return self._stream.write(text)
+            return self._stream.write(self._escape(text))
         except OSError as error:
             raise OutputError(error) from None
 
@@ -110,7 +128,7 @@ def flush_or_discard(stream: TextIO) -> None:
 
 def _print(text: str, stream: TextIO, end: str = "\n") -> None:
     with suppress(OSError, OutputError):
-        print(text, file=stream, end=end)
+        print(printable(text), file=stream, end=end)
     flush_or_discard(stream)
 
 

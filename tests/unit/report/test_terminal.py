@@ -152,5 +152,25 @@ def test_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:
     attack = event("[red]save\x1b]0;attacked\x07", NOW - 5, step=3, detail="\x1b[2J")
     write_rows(run / "events.jsonl", [attack])
     line = view_of(run)[-1]
-    assert "[red]save?]0;attacked?" in line and "\x1b" not in line
+    assert "[red]save\\x1b]0;attacked\\x07" in line and "\x1b" not in line
     assert json.dumps("\x1b[2J") not in line
+
+
+def test_names_and_reasons_cannot_control_the_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """OSC 52 writes the clipboard. The name of a folder may contain bytes that are not UTF-8."""
+    attack = "\x1b]52;c;YXR0YWNr\x07\x9b2J\r"
+    run = write_killed_run(tmp_path / os.fsdecode(b"\xff" + attack.encode()))
+    (run / "exit.json").write_text(json.dumps({"reason": attack, "code": 1, "step": 8}))
+    assert "\x1b]" not in watch_in_terminal(run, monkeypatch=monkeypatch)
+    for words in (
+        ["ls", tmp_path],
+        ["watch", run],
+        ["compare", run, run / "a"],
+        ["trace", run],
+    ):
+        main(["run", *map(str, words)])
+        written = "".join(capsys.readouterr())
+        assert not set("\x1b\x07\x9b\r") & set(written) and "\\x1b]52" in written, words
+    assert main(["run", "report", str(run), "-o", str(tmp_path / "a.html")]) == 0

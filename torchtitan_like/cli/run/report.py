@@ -57,7 +57,8 @@ def run(arguments: argparse.Namespace) -> int:
         if page is not None:
             from torchtitan_like.report.page import render_page
 
-            html = render_page(histories, is_redacted=arguments.redact).encode()
+            text = render_page(histories, is_redacted=arguments.redact)
+            html = text.encode(errors="replace")
             write_atomically(page, html)
         if arguments.json:
             numbers = [summarize(history) for history in histories]

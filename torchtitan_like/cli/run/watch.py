@@ -98,7 +98,7 @@ def _display(run: Path) -> Iterator[Callable[[], None]]:
 
     from torchtitan_like.report.terminal import status_view
 
-    console = Console(file=sys.stdout)
+    console = Console(file=getattr(sys.stdout, "unescaped", sys.stdout))
     with Live(
         console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
     ) as live:
