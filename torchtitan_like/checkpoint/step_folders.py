@@ -25,7 +25,7 @@ import xxhash
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT, REMEDY, FileRecord, check_sizes, naming
 from torchtitan_like.util.files import sync_path, write_atomically
-from torchtitan_like.util.reading import parse_json, read_text
+from torchtitan_like.util.reading import INTEGER, TEXT, check_kinds, parse_json, read_text
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
 
 # Format 1 lacks "files" and "self": it is read without verification. In format 2, only this program
@@ -43,6 +43,11 @@ MANIFEST_OWN_KEYS = {
     "config",
     "files",
 }
+_INTEGERS = (
+    *("format_version", "step", "seed", "global_batch_size", "metrics_bytes", "n_tokens_seen"),
+    "position",
+)
+_KINDS = {**dict.fromkeys(_INTEGERS, INTEGER), "kind": TEXT, "config": TEXT}
 # Errors that mean damage: a bad sector, a folder or pipe of that name, or an endless file.
 _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 _NO_STATE = {CONFIG, PIN}  # files of a step without state
@@ -100,7 +105,9 @@ def read_manifest(path: Path) -> Manifest | None:
         manifest = parse_json(text)
     except ValueError as error:
         raise DamagedError(f"{file} is damaged: {error}. Expected valid JSON: {REMEDY}") from error
-    if not isinstance(manifest, dict) or not {"format_version", "kind", "step"} <= manifest.keys():
+    if not isinstance(manifest, dict) or any(
+        manifest.get(key) is None for key in ("format_version", "kind", "step")
+    ):
         raise DamagedError(
             f"{file} is damaged: it lacks keys. Expected an object with format_version, kind and "
             f"step: {REMEDY}"
@@ -120,6 +127,11 @@ def read_manifest(path: Path) -> Manifest | None:
                 f"{file} has format_version {manifest['format_version']}, of a newer version of "
                 f"this program. Expected at most {FORMAT_VERSION}: use that version to read it"
             )
+    try:
+        check_kinds(manifest, _KINDS)
+        check_kinds(manifest.get("data") or {}, {"position": INTEGER})
+    except (AttributeError, ValueError) as error:
+        raise DamagedError(f"{file} is damaged: {error}. Expected other types: {REMEDY}") from error
     _check_files(file, manifest.get("files", {}))
     return manifest
 

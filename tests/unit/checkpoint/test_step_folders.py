@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +65,26 @@ def test_a_broken_manifest_is_damage(tmp_path: Path, text: str) -> None:
     (step,) = all_steps(tmp_path)
     assert step.step == 5 and step.damage and not step.is_full
     assert published_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"format_version": {}}, "format_version is '{}', not an integer of 64 bits"),
+        ({"format_version": None}, "it lacks keys"),
+        ({"step": "5"}, "step is '5', not an integer of 64 bits"),
+        ({"position": True}, "position is 'True', not an integer of 64 bits"),
+        ({"data": {"position": True}}, "position is 'True', not an integer of 64 bits"),
+        ({"data": [1]}, "no attribute 'get'"),
+        ({"config": 1}, "config is '1', not a text"),
+    ],
+)
+def test_a_value_of_another_type_in_a_sealed_manifest_is_damage(
+    tmp_path: Path, change: dict[str, Any], reason: str
+) -> None:
+    write_manifest(tmp_path, {"kind": "full", "step": 5, **change})
+    with pytest.raises(DamagedError, match=f"is damaged: .*{reason}"):
+        read_manifest(tmp_path)
 
 
 def test_a_flipped_bit_anywhere_in_a_manifest_is_detected(tmp_path: Path) -> None:
