@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -163,12 +164,12 @@ def _launch(
 
 @contextmanager
 def _launcher_folder() -> Iterator[Path | None]:
-    """Create a temporary folder for the exit.json of a run whose folder cannot be written.
+    """Yield a temporary folder for the exit.json of a run whose folder cannot be written.
 
-    Returns None if that fails too.
+    `write_exit` creates it, so that a kill leaves none. Yields None if there is no place for it.
     """
     try:
-        folder = Path(tempfile.mkdtemp(prefix="titan-"))
+        folder = Path(tempfile.gettempdir()) / f"titan-{uuid.uuid4().hex}"
     except OSError:
         yield None
         return

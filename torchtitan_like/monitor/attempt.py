@@ -50,6 +50,7 @@ class Attempt:
         if number is None:
             number = _make_folder(self.run)
             _end_last_line(self._events.path)
+            _remove_unfinished(self.run, number - 1)
         self.number = number
         self.folder = run_directory.attempt_folder(self.run, number)
 
@@ -139,3 +140,13 @@ def _end_last_line(path: Path) -> None:
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
+
+
+def _remove_unfinished(run: Path, previous: int) -> None:
+    """Remove the temporary files of `atomic_file` that a kill of the previous attempt left."""
+    attempt = f"{run_directory.ATTEMPTS}/{previous}"
+    starts = f"{run_directory.ATTEMPTS}/0"
+    for pattern in ("*", f"{attempt}/*", f"{attempt}/*/*", f"{starts}/*/*"):
+        for path in run.glob(f"{pattern}.tmp-[0-9]*"):
+            if path.is_file():
+                path.unlink(missing_ok=True)

@@ -907,10 +907,15 @@ def test_a_config_refused_by_a_rank_is_not_a_crash(shell: Shell, ranks: str) -> 
 
 @pytest.mark.parametrize("code", ["0", "74"])
 def test_a_run_with_an_unwritable_folder_reports_how_it_ended(shell: Shell, code: str) -> None:
-    """It writes exit.json to the temporary folder of the launcher, which the launcher removes."""
+    """It writes exit.json to the temporary folder of the launcher, which the launcher removes.
+
+    The run creates the folder: a killed launcher would leave its own.
+    """
     end = '{"reason": "storage", "code": 74, "step": 7}'
     folder = "$TORCHTITAN_LIKE_LAUNCHER_FOLDER"
-    result = shell(RUN=f"echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}")
+    result = shell(
+        RUN=f"mkdir {folder}; echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}"
+    )
     assert result.returncode == 74
     assert result.stderr.startswith("Stopped at step 7: storage (code 74)")
     assert not Path((shell.folder / "folder").read_text().strip()).exists()

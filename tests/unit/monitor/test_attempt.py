@@ -54,6 +54,21 @@ def test_each_attempt_and_the_run_folder_have_a_config(tmp_path: Path) -> None:
     ) == "[job]\ndescription = 'é'\n"
 
 
+def test_unfinished_files_of_a_killed_attempt_are_removed(tmp_path: Path) -> None:
+    killed = Attempt(tmp_path)
+    errors = run_directory.error_file(killed.folder, 0)
+    starts = run_directory.error_file(run_directory.attempt_folder(tmp_path, 0), 0)
+    paths = [tmp_path / "exit.json", killed.folder / "config.toml", errors, starts]
+    unfinished = [path.with_name(f"{path.name}.tmp-77") for path in paths]
+    staged = tmp_path / "step-5.tmp-12ab"
+    staged.mkdir()
+    for path in (errors, *unfinished):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    Attempt(tmp_path)
+    assert not any(path.exists() for path in unfinished) and errors.exists() and staged.exists()
+
+
 def test_exit_json_is_written_and_removed(tmp_path: Path) -> None:
     run = Attempt(tmp_path)
     run.remove_exit()
