@@ -15,12 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from torchtitan_like.checkpoint.lock import RunLock
-from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import open_closed_streams
-from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
 # Environment variable with the process id of the launcher. The process ends when the launcher does.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
@@ -90,6 +86,11 @@ def begin_rank(argv: list[str]) -> None:
     die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)
     if os.environ.get("RANK", "0") != "0":
         return
+    from torchtitan_like.checkpoint.lock import RunLock
+    from torchtitan_like.config import ConfigError, load_config
+    from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
+    from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
+
     try:
         config = load_config(argv)
     except SystemExit:

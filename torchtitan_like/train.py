@@ -8,21 +8,10 @@ Run `torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key v
 
 from __future__ import annotations
 
-import json
-import platform
-import secrets
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
-from functools import partial
-from pathlib import Path
-from typing import Any
 
 if __name__ == "__main__":
-    # Handle signals before the imports, which take seconds. `launch` imports this module by name.
+    # Handle signals before all imports, which take seconds. `launch` imports this module by name.
     from torchtitan_like.process_start import begin_rank
 
     begin_rank(sys.argv[1:])
@@ -31,6 +20,18 @@ if __name__ == "__main__":
     from torchtitan_like.resilience.end import end_process
 
     end_process(main(sys.argv[1:]))
+
+import json
+import platform
+import secrets
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 

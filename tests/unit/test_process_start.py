@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 # Modules in the order in which `python -m torchtitan_like.train` imports them.
 IMPORT_THE_TRAINER = """
 import gc
@@ -23,3 +25,36 @@ def test_no_garbage_is_collected_while_the_trainer_is_imported() -> None:
     command = [sys.executable, "-c", IMPORT_THE_TRAINER]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
+
+
+# Ctrl-C while a module is imported.
+INTERRUPT_THE_IMPORT = """
+import os, runpy, signal, sys
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == MODULE:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module(PROGRAM, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "module"),
+    [
+        ("torchtitan_like", "torchtitan_like.cli.ckpt"),
+        ("torchtitan_like.train", "platform"),
+        ("torchtitan_like.train", "torchtitan_like.config"),
+        ("torchtitan_like.torchrun", "torch"),
+    ],
+)
+def test_an_interrupt_during_the_imports_ends_without_a_traceback(
+    program: str, module: str
+) -> None:
+    code = f"MODULE, PROGRAM = {module!r}, {program!r}\n{INTERRUPT_THE_IMPORT}"
+    command = [sys.executable, "-c", code, "ckpt", "ls"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 130 and "Traceback" not in result.stderr, result.stderr

@@ -230,8 +230,9 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the sub-command that `argv` names. Returns its exit code.
 
-    Returns 128 + SIGPIPE if the reader of the output, such as `head`, has ended, and
-    `ExitCode.STORAGE` if the output cannot be written for another reason.
+    Returns 128 + SIGPIPE if the reader of the output, such as `head`, has ended,
+    `ExitCode.STORAGE` if the output cannot be written for another reason, and
+    `ExitCode.INTERRUPTED` after Ctrl-C.
     """
     open_closed_streams()
     try:
@@ -242,6 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 128 + signal.SIGPIPE
         show_error(str(error))
         return int(ExitCode.STORAGE)
+    except KeyboardInterrupt:
+        return int(ExitCode.INTERRUPTED)
 
 
 def _run(words: list[str]) -> int:
