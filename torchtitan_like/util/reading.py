@@ -20,7 +20,7 @@ MAX_BYTES = 2**28  # of a file that is read as a whole; the largest manifests ha
 
 def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     """Read a whole regular file. Raises OSError: EISDIR, EINVAL for devices and pipes, EFBIG."""
-    with open(path, "rb", opener=_open_at_once) as file:
+    with open(path, "rb", opener=open_at_once) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "it is a device or a pipe, not a file", str(path))
         content = file.read(max_bytes + 1)
@@ -29,7 +29,7 @@ def read_file(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
     return content
 
 
-def _open_at_once(path: str, flags: int) -> int:
+def open_at_once(path: str, flags: int) -> int:
     """Open a FIFO without waiting for a writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +249,56 @@ def test_a_damaged_cache_is_refused(corpus: Path, name: str, damage: str) -> Non
     path = cache(corpus).folder / name
     path.unlink() if damage == "missing" else os.truncate(path, path.stat().st_size - 2)
     with pytest.raises(DataError, match=rf"is damaged: {name}.*(d|D)elete the folder"):
+        cache(corpus)
+
+
+def _replace(path: Path, make: Callable[[Path], object]) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (".", Path.touch, "Not a directory"),
+        (".", os.mkfifo, "it is a pipe"),
+        (".", Path.mkdir, "it has no meta.json"),
+        (".", lambda path: path.symlink_to("nowhere"), "it has no meta.json"),
+        (".", lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
+        ("meta.json", Path.mkdir, "Is a directory"),
+        ("meta.json", os.mkfifo, "it is a device or a pipe"),
+        ("meta.json", lambda path: path.write_bytes(b"\xff"), "is damaged: meta.json is not JSON"),
+        ("tokens.bin", Path.mkdir, "is damaged: tokens.bin should have"),
+        ("tokens.bin", os.mkfifo, "is damaged: tokens.bin should have"),
+        ("offsets.bin.xxh3", Path.mkdir, "Is a directory"),
+        ("offsets.bin.xxh3", os.mkfifo, "is damaged: it has 0 bytes"),
+    ],
+)
+def test_an_entry_of_another_kind_is_refused(
+    corpus: Path, name: str, make: Callable[[Path], object], message: str
+) -> None:
+    folder = cache(corpus).folder
+    _replace(folder / name, make)
+    with pytest.raises(DataError, match=rf"{folder}.*{message}.*(d|D)elete"):
+        cache(corpus)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dtype": "O"}, "the dtype 'O'"),
+        ({"meta": {"num_tokens": "5"}}, "a count that is not an integer"),
+        ({"meta": {"num_tokens": -5}}, "a count that is not an integer"),
+    ],
+)
+def test_values_of_another_type_in_a_sealed_entry_are_refused(
+    corpus: Path, changes: dict[str, Any], message: str
+) -> None:
+    folder = cache(corpus).folder
+    content = json.loads((folder / "meta.json").read_text()) | changes
+    del content["digest"]
+    token_file._write_content(folder, content)
+    with pytest.raises(DataError, match=f"is damaged: .*{message}"):
         cache(corpus)
 
 

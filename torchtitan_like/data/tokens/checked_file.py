@@ -23,6 +23,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.util.reading import open_at_once
 
 EXTENT_BYTES = 2**15  # one random sample costs one or two extents; the table of 1 TB takes 256 MB
 HASH_TYPE = np.dtype("<u8")
@@ -66,7 +67,7 @@ class RawFile:
         self.path = path
         self.version = file_version(path)
         self.is_one_of_many = is_one_of_many
-        self._stream = None if is_one_of_many else FileIO(path)
+        self._stream = None if is_one_of_many else FileIO(path, opener=open_at_once)
 
     @property
     def size(self) -> int:
@@ -438,7 +439,7 @@ def file_version(path: Path) -> tuple[int, int]:
 @lru_cache(MAX_OPEN_FILES)
 def _opened(path: Path, version: tuple[int, int]) -> FileIO:
     try:
-        return FileIO(path)
+        return FileIO(path, opener=open_at_once)
     except OSError as error:
         raise DataError(
             f"{path} cannot be opened again ({error}). Expected the file to exist during the run: "

@@ -18,6 +18,7 @@ holder ends, so no torch.distributed is needed.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -45,6 +46,7 @@ from torchtitan_like.data.text.documents import (
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
 from torchtitan_like.data.tokens.token_file import (
     FREE_SPACE,
+    META,
     PROCESSOR,
     Staging,
     StagingTaken,
@@ -73,7 +75,10 @@ class Entry:
 
     def open(self, folder: Path) -> TokenFile | None:
         """Open the token file at ``folder``; None if there is none."""
-        return open_token_file(folder, self.key)
+        file = open_token_file(folder, self.key)
+        if file is None and os.path.lexists(folder):  # `publish` could not replace it
+            raise FileNotFoundError(errno.ENOENT, f"it has no {META}", str(folder))
+        return file
 
 
 def entry_of(corpus: Corpus, name: str, policy: TokenPolicy) -> Entry:
@@ -162,10 +167,28 @@ def find_cached(
     """
     writable, read_only = _folders(data_folder, cache_folder, dump_folder)
     for folder in writable + read_only:
-        with suppress(PermissionError):
-            if (entry := find(folder / name)) is not None:
+        with _read_errors(folder / name), suppress(PermissionError):
+            if (entry := _find(find, folder / name)) is not None:
                 return entry
     return None
+
+
+def _find(find: Callable[[Path], T | None], path: Path) -> T | None:
+    if path.is_fifo():  # opening it would wait for a writer
+        raise OSError(errno.EINVAL, "it is a pipe", str(path))
+    return find(path)
+
+
+@contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    """Convert an OSError into a DataError that names the entry ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the token cache {path} cannot be read: {error.strerror or error}. Expected an entry that "
+            "this program wrote: delete it, and it is made again, or set another data.cache_folder"
+        ) from error
 
 
 def find_or_build(
@@ -196,7 +219,8 @@ def find_or_build(
         logger.info(f"the token cache of {data_folder} goes to {folder}: {'; '.join(problems)}")
     path = folder / name
     with _locked(folder / f".{name}.lock", path, wait, stop):
-        entry = find(path)  # another process may have built it while this one waited
+        with _read_errors(path):
+            entry = _find(find, path)  # another process may have built it while this one waited
         return build(path) if entry is None else entry
 
 

@@ -44,6 +44,7 @@ from torchtitan_like.data.tokens.checked_file import (
 from torchtitan_like.data.tokens.token_stream import Tokens
 from torchtitan_like.util.file_lock import file_lock
 from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
+from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
 
 logger = logging.getLogger()
@@ -173,6 +174,10 @@ def _checked(path: Path, is_hashed: bool, is_one_of_many: bool) -> CheckedFile:
 
 def _described(folder: Path, content: dict[str, Any]) -> tuple[TokenMeta, np.dtype[Any]]:
     try:
+        if content["dtype"] not in ("<u2", "<u4"):
+            raise TypeError(f"the dtype {content['dtype']!r}")
+        if any(type(count) is not int or count < 0 for count in content["meta"].values()):
+            raise TypeError("a count that is not an integer")
         return TokenMeta(**content["meta"]), np.dtype(content["dtype"])
     except TypeError as error:
         raise _damaged(folder, f"{META} does not describe a token file ({error})") from error
@@ -193,8 +198,8 @@ def _content(folder: Path) -> dict[str, Any]:
     Raises DataError if it is damaged.
     """
     try:
-        content = json.loads((folder / META).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        content = parse_json(read_text(folder / META))
+    except ValueError as error:
         raise _damaged(folder, f"{META} is not JSON ({error})") from error
     keys = set(content) if isinstance(content, dict) else set()
     if keys != CONTENT_KEYS and keys != CONTENT_KEYS | {"digest"}:
