@@ -204,6 +204,18 @@ def test_compressed_tensor_is_damage(tmp_path: Path) -> None:
         load_saved(file, file)
 
 
+def test_dicts_that_contain_others_twice_or_themselves_are_damage(tmp_path: Path) -> None:
+    doubled: dict[str, Any] = {"a": torch.ones(1)}
+    for _ in range(40):
+        doubled = {"a": doubled, "b": doubled}
+    endless: dict[str, Any] = {}
+    endless["a"] = endless
+    for state, reason in ((doubled, "bytes, but more values"), (endless, "RecursionError")):
+        torch.save(state, tmp_path / "a.pt")
+        with pytest.raises(DamagedError, match=reason):
+            open_contents(tmp_path / "a.pt")
+
+
 def test_plain_values_and_tensors_load(tmp_path: Path) -> None:
     state = {
         "weight": torch.nn.Parameter(torch.arange(4.0)),

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from torchtitan_like.checkpoint.dcp_metadata import as_checkpoint_error
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned, unwrap
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import find_damage
@@ -153,7 +154,13 @@ def _open_hf(path: Path) -> Contents:
 
 def _open_pt(path: Path, trust: bool) -> Contents:
     state = load_saved(path, path, trust=trust, mmap=is_zipfile(path))
-    values = dict(flatten(state))
+    size = path.stat().st_size
+    values: dict[str, Any] = {}
+    with as_checkpoint_error(path):
+        for count, (name, value) in enumerate(flatten(state)):
+            if count > size:  # each dict contains others twice
+                raise ValueError(f"it has {size:,} bytes, but more values")
+            values[name] = value
     tensors = {
         name: (tuple(value.shape), value.dtype)
         for name, value in values.items()
