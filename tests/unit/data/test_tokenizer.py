@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from tokenizers import models, pre_tokenizers
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.text import tokenizer as tokenizer_module
 from torchtitan_like.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
+from torchtitan_like.data.text.word_patterns import RANK_FILES
 
 from .conftest import ASSETS
 
@@ -182,8 +185,16 @@ def write_ranks(file: Path, num_ranks: int) -> Path:
     return file
 
 
-def test_a_tiktoken_file_with_llama_3s_size_has_its_256_special_tokens(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(write_ranks(tmp_path / "tokenizer.model", 128_000))
+def test_llama_3s_tiktoken_file_has_its_256_special_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_ranks(tmp_path / "tokenizer.model", 128_000)
+    with pytest.raises(TokenizerError, match="is no published file"):
+        load_tokenizer(file)
+    sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    monkeypatch.setattr(tokenizer_module, "LLAMA3_RANKS", sha256)
+    monkeypatch.setitem(RANK_FILES, sha256, "Llama 3")
+    tokenizer = load_tokenizer(file)
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (128_256, 128_000, 128_001)
     names = {
         128_002: "<|reserved_special_token_0|>",
@@ -194,7 +205,7 @@ def test_a_tiktoken_file_with_llama_3s_size_has_its_256_special_tokens(tmp_path:
     assert {token_id: tokenizer.decode([token_id]) for token_id in names} == names
 
 
-def test_a_tiktoken_file_of_another_size_has_bos_and_eos_after_the_last_token(
+def test_another_tiktoken_file_has_bos_and_eos_after_the_last_token(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(LLAMA3_WORDS))
@@ -202,27 +213,32 @@ def test_a_tiktoken_file_of_another_size_has_bos_and_eos_after_the_last_token(
     assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (302, 300, 301)
 
 
+@pytest.mark.parametrize("is_published", [False, True])
 @pytest.mark.parametrize(
-    ("num_ranks", "pattern", "words"),
+    ("pattern", "words"),
     [
-        (300, "gpt-oss", ["camel", "Case", " don't"]),
-        (300, "Llama 3", ["camelCase", " don", "'t"]),
-        (300, "[a-z]+|[^a-z]", ["camel", "C", "ase", " ", "don", "'", "t"]),
-        (128_000, None, ["camelCase", " don", "'t"]),
-        (163_584, None, ["camel", "Case", " don't"]),
-        (200_000, None, ["camel", "Case", " don't"]),
+        ("gpt-oss", ["camel", "Case", " don't"]),
+        ("Kimi", ["camel", "Case", " don't"]),
+        ("Llama 3", ["camelCase", " don", "'t"]),
+        ("[a-z]+|[^a-z]", ["camel", "C", "ase", " ", "don", "'", "t"]),
     ],
 )
 def test_a_rank_file_splits_words_by_its_own_pattern(
-    tmp_path: Path, num_ranks: int, pattern: str | None, words: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pattern: str,
+    words: list[str],
+    is_published: bool,
 ) -> None:
     """Merges make one token of each word, and of words that other patterns would make."""
-    if pattern is not None:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pat_str": pattern}))
-    file = write_ranks(tmp_path / "own.tiktoken", num_ranks - len(MERGED))
+    file = write_ranks(tmp_path / "own.tiktoken", 300)
     with file.open("a") as lines:
-        for rank, word in enumerate(MERGED, start=num_ranks - len(MERGED)):
+        for rank, word in enumerate(MERGED, start=300):
             lines.write(f"{base64.b64encode(word.encode()).decode()} {rank}\n")
+    if is_published:
+        monkeypatch.setitem(RANK_FILES, hashlib.sha256(file.read_bytes()).hexdigest(), pattern)
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"pat_str": pattern}))
     tokenizer = load_tokenizer(file)
     pieces = [tokenizer.decode([token_id]) for token_id in tokenizer.encode("camelCase don't")]
     assert pieces == words
@@ -235,12 +251,13 @@ MERGED = ["camelCase", "camel", "Case", "ase", " don't", " don", "don", "'t"]
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "300 tokens, as no published file.*Expected pat_str in .*tokenizer_config.json"),
+        ({}, "is no published file.*Expected a text as pat_str in .*tokenizer_config.json"),
+        ({"pat_str": 3}, "has pat_str = 3. Expected a text"),
         ({"pat_str": "(a"}, "tokenizer_config.json has a pat_str that is not an expression"),
     ],
 )
 def test_a_rank_file_of_unknown_words_is_refused(
-    tmp_path: Path, config: dict[str, str], message: str
+    tmp_path: Path, config: dict[str, object], message: str
 ) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     with pytest.raises(TokenizerError, match=message):

@@ -9,11 +9,11 @@ the vocabulary, define BOS and EOS; ``null`` means none. Without these entries, 
 searched in the vocabulary (``<|begin_of_text|>``, ``</s>``, ...).
 
 tiktoken files contain only ordinary tokens. ``added_tokens_decoder`` in a ``tokenizer_config.json``
-next to the file defines the special tokens. Without it, a file with Llama 3's 128,000 tokens gets
-its 256 special tokens, and any other file ``<|begin_of_text|>`` and ``<|end_of_text|>`` after the
-last token. Nor do they contain the pattern that splits text into words. ``pat_str`` in the
-``tokenizer_config.json`` gives it: an expression, or the name of one of `word_patterns.PATTERNS`.
-Published files are recognized by their number of tokens. Others need ``pat_str``.
+next to the file defines the special tokens. Without it, Llama 3's file gets its 256 special tokens,
+and any other file ``<|begin_of_text|>`` and ``<|end_of_text|>`` after the last token. Nor do they
+contain the pattern that splits text into words. ``pat_str`` in the ``tokenizer_config.json`` gives
+it: an expression, or the name of one of `word_patterns.RANK_FILE_PATTERNS`. Published files are
+recognized by their SHA-256. Others need ``pat_str``.
 
 For a ``tokenizer.json``, tiktoken's engine encodes if it provably gives the same ids (see
 `fast_bpe`), else the `tokenizers` library, which is several times as slow.
@@ -24,6 +24,7 @@ from __future__ import annotations
 import base64
 import binascii
 import functools
+import hashlib
 import json
 import logging
 import re
@@ -36,7 +37,12 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from torchtitan_like.data.errors import DataError, TokenizerError
-from torchtitan_like.data.text.word_patterns import KIMI_PATTERN, PATTERNS, RANK_FILE_PATTERNS
+from torchtitan_like.data.text.word_patterns import (
+    LLAMA3_RANKS,
+    PATTERNS,
+    RANK_FILE_PATTERNS,
+    RANK_FILES,
+)
 from torchtitan_like.util.reading import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +54,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger()
 
 CONFIG = "tokenizer_config.json"
-LLAMA3_NUM_RANKS = 128_000
 LLAMA3_NUM_SPECIALS = 256
 
 _BOS_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "[BOS]")
@@ -332,8 +337,9 @@ class _TiktokenTokenizer(Tokenizer):
 
         self.path = str(file)
         self._ranks = ranks = _read_ranks(file)
-        specials = _special_tokens(folder, file, ranks)
-        pattern = _word_pattern(folder, file, len(ranks))
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        specials = _special_tokens(folder, file, ranks, is_llama3=sha256 == LLAMA3_RANKS)
+        pattern = _word_pattern(folder, file, sha256)
         try:
             self._inner = tiktoken.Encoding(
                 name=file.name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=specials
@@ -341,12 +347,12 @@ class _TiktokenTokenizer(Tokenizer):
         except ValueError as error:
             raise TokenizerError(
                 f"{folder / CONFIG} has a pat_str that is not an expression: {error}. Expected an "
-                f"expression of tiktoken, or one of {', '.join(PATTERNS)}: correct it"
+                f"expression of tiktoken, or one of {', '.join(RANK_FILE_PATTERNS)}: correct it"
             ) from error
         self._special_ids = {*specials.values()}
         self.vocab_size = max(*ranks.values(), *specials.values()) + 1
         self.bos_id, self.eos_id = _bos_and_eos(folder, specials)
-        is_known = pattern in {*PATTERNS.values(), KIMI_PATTERN}
+        is_known = pattern in RANK_FILE_PATTERNS.values()
         self.split_pattern = BEFORE_SPACES if is_known else None
         self.fingerprint = _fingerprint(
             "tiktoken", pattern, repr(sorted(ranks.items(), key=lambda item: item[1]))
@@ -526,20 +532,24 @@ def _read_ranks(file: Path) -> dict[bytes, int]:
     return ranks
 
 
-def _word_pattern(folder: Path, file: Path, num_ranks: int) -> str:
+def _word_pattern(folder: Path, file: Path, sha256: str) -> str:
     """Return the expression that splits text into words, which is not in a tiktoken file."""
     config = folder / CONFIG
-    pattern = _read_optional_json(config).get("pat_str", RANK_FILE_PATTERNS.get(num_ranks))
+    pattern = _read_optional_json(config).get("pat_str", RANK_FILES.get(sha256))
     if isinstance(pattern, str):
-        return PATTERNS.get(pattern, pattern)
+        return RANK_FILE_PATTERNS.get(pattern, pattern)
+    given = f"{file} is no published file, and nothing says how it splits text into words"
+    if pattern is not None:
+        given = f"{config} has pat_str = {pattern!r}"
     raise TokenizerError(
-        f"{file} has {num_ranks:,} tokens, as no published file, and nothing says how it splits "
-        f"text into words. Expected pat_str in {config}: set it to the expression in the code of "
-        f"the tokenizer, or to one of {', '.join(PATTERNS)}"
+        f"{given}. Expected a text as pat_str in {config}: set it to the expression in the code of the "
+        f"tokenizer, or to one of {', '.join(RANK_FILE_PATTERNS)}"
     )
 
 
-def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[str, int]:
+def _special_tokens(
+    folder: Path, file: Path, ranks: dict[bytes, int], *, is_llama3: bool
+) -> dict[str, int]:
     """Return special tokens and their ids, which are not in a tiktoken file."""
     config = folder / CONFIG
     added = _read_optional_json(config).get("added_tokens_decoder")
@@ -559,7 +569,7 @@ def _special_tokens(folder: Path, file: Path, ranks: dict[bytes, int]) -> dict[s
             )
         return specials
     num_ranks = max(ranks.values()) + 1
-    if num_ranks == LLAMA3_NUM_RANKS:
+    if is_llama3:
         return {name: num_ranks + offset for offset, name in enumerate(_llama3_special_names())}
     return {"<|begin_of_text|>": num_ranks, "<|end_of_text|>": num_ranks + 1}
 

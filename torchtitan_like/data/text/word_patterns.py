@@ -34,14 +34,17 @@ PATTERNS = {
     "Mistral Nemo": MISTRAL_NEMO_PATTERN,
 }
 
-# A rank file of tiktoken does not contain its pattern. The numbers of tokens of published files:
-RANK_FILE_PATTERNS = {
-    50_256: GPT2_PATTERN,  # r50k_base
-    50_280: GPT2_PATTERN,  # p50k_base
-    100_256: LLAMA3_PATTERN,  # cl100k_base
-    128_000: LLAMA3_PATTERN,  # Llama 3
-    151_643: QWEN2_PATTERN,  # Qwen
-    163_584: KIMI_PATTERN,  # Moonlight, Kimi
-    199_998: GPT_OSS_PATTERN,  # o200k_base
-    200_000: GPT_OSS_PATTERN,  # Llama 4
+# A rank file of tiktoken does not contain its pattern. These names may be given as `pat_str`:
+RANK_FILE_PATTERNS = {**PATTERNS, "Kimi": KIMI_PATTERN}
+LLAMA3_RANKS = "82e9d31979e92ab929cd544440f129d9ecd797b69e327f80f17e1c50d5551b55"
+# The SHA-256 of published files, and the names of their patterns.
+RANK_FILES = {
+    "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930": "GPT-2",  # r50k_base
+    "94b5ca7dff4d00767bc256fdd1b27e5b17361d7b8a5f968547f9f23eb70d2069": "GPT-2",  # p50k_base
+    "223921b76ee99bde995b7ff738513eef100fb51d18c93597a113bcffe865b2a7": "Llama 3",  # cl100k_base
+    LLAMA3_RANKS: "Llama 3",
+    "b2b1b8dfb5cc5f024bafc373121c6aba3f66f9a5a0269e243470a1de16a33186": "Qwen 2",  # qwen.tiktoken
+    "b6c497a7469b33ced9c38afb1ad6e47f03f5e5dc05f15930799210ec050c5103": "Kimi",  # Moonlight, Kimi
+    "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d": "gpt-oss",  # o200k_base
+    "d0bdbaf59b0762c8c807617e2d8ea51420eb1b1de266df2495be755c8e0ed6ed": "gpt-oss",  # Llama 4
 }
