@@ -117,6 +117,7 @@ from torchtitan_like.resilience.nonfinite import (
     HeldStep,
     NonFiniteStateError,
     UpdateGate,
+    holds_high_norms,
     nonfinite_names,
 )
 from torchtitan_like.resilience.position import RankPosition
@@ -258,7 +259,7 @@ class Trainer:
             self.args,
             max_seq_len=seq_len,
             num_samples=self.geometry.samples_per_rank,
-            with_tokens=bool(self.batches.sources),
+            with_tokens=bool(self.batches.sources or self.validation_sets),
             settings=config.extra_sections,
         )
         attention = describe_attention(self.args, config.training, seq_len, world.device)
@@ -601,10 +602,10 @@ class Trainer:
     def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
         """Build the gate. With CPU offload, the weights and the gate are on the host."""
         device, section = self.optimizer.parameters[0].device, self.config.resilience
-        holds = section.on_high_norm == "rerun" or (
-            section.on_high_norm == "auto"
-            and self.balancer is not None
-            and self.optimizer.is_atomic
+        holds = holds_high_norms(
+            section,
+            has_experts=self.balancer is not None,
+            is_atomic=self.optimizer.is_atomic,
         )
         return UpdateGate(section, device, self.progress, state, holds=holds)
 

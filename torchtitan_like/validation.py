@@ -12,7 +12,6 @@ import torch
 from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.head import LossWithTokens, total_of
 from torchtitan_like.resilience.requests import decode_requests, first_stop
 
 
@@ -23,7 +22,8 @@ class ValidationInterrupted(Exception):
 class DatasetLoss(NamedTuple):
     """The loss of a dataset: the mean loss per token in nats, and bits per byte of UTF-8.
 
-    bits_per_byte: None if the bytes of the tokens are unknown.
+    bits_per_byte: of the labels that have bytes; BOS and EOS have none. None if the bytes of the
+        tokens are unknown.
     """
 
     loss: float
@@ -34,7 +34,7 @@ class DatasetLoss(NamedTuple):
 
 def losses_of_datasets(
     datasets: Mapping[str, Iterable[Batch]],
-    evaluate: Callable[..., torch.Tensor | LossWithTokens],
+    evaluate: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
     feed: Feed,
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
@@ -43,21 +43,26 @@ def losses_of_datasets(
     """Yield the exact mean loss per token of each dataset, equal on every topology. A collective.
 
     evaluate: the model, or the function that runs all of its stages; returns the sum of token
-    losses.
+        losses, with those of each token on ranks that compute them.
     bytes_of_token: (vocab_size,).
     exchange_requests: sends this rank's requests to all ranks. After a request to stop, all ranks
         raise ValidationInterrupted before the same batch.
     """
     for name, batches in datasets.items():
         start = time.perf_counter()
-        sums = torch.zeros(3, dtype=torch.float64)
+        sums = torch.zeros(4, dtype=torch.float64)
         for batch in _until_stop(batches, exchange_requests):
             local = feed.shard(batch)
-            loss = total_of(evaluate(*feed.to_device(local, 0)))
-            counts = count_valid(local[1]), count_bytes(local[1], bytes_of_token)
-            sums += torch.tensor([loss.item(), *counts], dtype=torch.float64)
-        loss_sum, num_tokens, num_bytes = gather_losses(sums).sum(0).tolist()
-        bits_per_byte = loss_sum / math.log(2) / num_bytes if num_bytes else None
+            output, labels = evaluate(*feed.to_device(local, 0)), local[1]
+            loss, token_losses = output if isinstance(output, tuple) else (output, None)
+            sums[0] += loss.item()
+            sums[1] += count_valid(labels)
+            num_bytes = count_bytes(labels, bytes_of_token)
+            sums[2] += num_bytes.sum()
+            if token_losses is not None:
+                sums[3] += token_losses.double().cpu()[num_bytes.flatten() > 0].sum()
+        loss_sum, num_tokens, total_bytes, with_bytes = gather_losses(sums).sum(0).tolist()
+        bits_per_byte = with_bytes / math.log(2) / total_bytes if total_bytes else None
         yield (
             name,
             DatasetLoss(

@@ -129,14 +129,18 @@ class Pipeline:
         return loss, torch.cat(token_losses) if token_losses else None
 
     @torch.no_grad()
-    def evaluate(self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None) -> Tensor:
+    def evaluate(
+        self, tokens: Tensor, labels: Tensor, positions: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Return the sum of token losses, 0-dim; zero without the last stage.
 
-        Numbers of rows and positions may differ from training.
+        Also returns the loss of each token (rows * seq,), if this rank's head returns them. Numbers of
+        rows and positions may differ from training.
         """
         self._num_valid = 1
         rows = math.gcd(tokens.shape[0], self.microbatch_size)
-        return self._run(tokens, labels, positions, rows, trains=False)[0]
+        loss, token_losses = self._run(tokens, labels, positions, rows, trains=False)
+        return (loss, torch.cat(token_losses)) if token_losses else loss
 
     def _run(
         self, tokens: Tensor, labels: Tensor, positions: Tensor | None, rows: int, *, trains: bool

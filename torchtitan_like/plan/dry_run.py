@@ -45,7 +45,7 @@ from torchtitan_like.plan.fake import (
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Recorder, Recording
-from torchtitan_like.resilience.nonfinite import UpdateGate
+from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.units import MIB
 
@@ -137,7 +137,7 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             args,
             max_seq_len=longest_sequence(config.training, config.validation),
             num_samples=geometry.samples_per_rank,
-            with_tokens=num_sources > 0,
+            with_tokens=num_sources > 0 or config.validation.enable,
             settings=config.extra_sections,
         )
     if model.offload is not None:
@@ -169,7 +169,12 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         if config.debug.moe_force_load_balance:
             choose_in_turn(model.parts)
         gate_device = optimization.optimizer.parameters[0].device
-        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {})
+        holds = holds_high_norms(
+            config.resilience,
+            has_experts=balancer is not None,
+            is_atomic=optimization.optimizer.is_atomic,
+        )
+        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {}, holds=holds)
     recorder.recording.mark("optimizer")
     recording = recorder.recording
     runner = StepRunner(

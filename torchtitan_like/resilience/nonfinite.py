@@ -31,6 +31,12 @@ class NonFiniteStateError(Exception):
     """The state to save holds an inf or nan, so no run can resume from it."""
 
 
+def holds_high_norms(section: Resilience, *, has_experts: bool, is_atomic: bool) -> bool:
+    """Return True if steps with a high norm run again. is_atomic: of the optimizer."""
+    is_wanted = section.on_high_norm == "rerun"
+    return is_wanted or (section.on_high_norm == "auto" and has_experts and is_atomic)
+
+
 class HeldStep(NamedTuple):
     """A step that runs again. progress: before it. grad_norm: above `limit`."""
 

@@ -70,12 +70,13 @@ def count_valid_by_source(
     return [int(count) for count in counts[:num_sources]]
 
 
-def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> int:
-    """Return the UTF-8 bytes of the labels (host tensor) that are not ignored.
+def count_bytes(labels: torch.Tensor, bytes_of_token: torch.Tensor) -> torch.Tensor:
+    """Return the UTF-8 bytes of each label (host tensor), 0 if it is ignored, in the same shape.
 
     bytes_of_token: (vocab_size,).
     """
-    return int(bytes_of_token[labels[labels != IGNORED_LABEL]].sum())
+    is_valid = labels != IGNORED_LABEL
+    return bytes_of_token[labels * is_valid] * is_valid
 
 
 def chain_digest(previous: int, digest: int) -> int:
