@@ -151,6 +151,7 @@ def complete(
         sampling=sampling,
         context=loaded.context,
         end_ids=loaded.end_ids,
+        known_ids=tokenizer.known_ids(),
         is_stopped=is_stopped,
         batch_size=batch_size,
     )

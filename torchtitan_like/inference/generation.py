@@ -54,6 +54,7 @@ def generate(
     sampling: Sampling,
     context: int,
     end_ids: Collection[int] = (),
+    known_ids: Collection[int] | None = None,
     is_stopped: Callable[[int, list[int]], bool] = lambda index, ids: False,
     batch_size: int = 8,
 ) -> list[Continuation]:
@@ -62,6 +63,7 @@ def generate(
     prompts: at least one token each, and fewer than `context`.
     context: maximum number of tokens of a prompt and its continuation.
     end_ids: tokens that end a text.
+    known_ids: the only tokens to sample; None: any. A vocabulary may be larger than its tokenizer.
     is_stopped: receives the index of a prompt and its new ids after each token; True ends the text.
     batch_size: prompts that are computed together; prompts of similar length share a batch.
     """
@@ -84,7 +86,9 @@ def generate(
         capacity = min(context, len(prompts[indices[-1]]) + num_tokens)
         with CachedModel(model, len(indices), capacity) as cached:
             logits = _prefill(cached, [prompts[index] for index in indices])
-            reasons |= _continue(cached, logits, indices, sampling, add)
+            vocabulary = set(range(logits.shape[-1]))
+            unknown = [] if known_ids is None else sorted(vocabulary.difference(known_ids))
+            reasons |= _continue(cached, logits, indices, sampling, add, unknown)
     return [Continuation(ids[index], reasons[index]) for index in range(len(prompts))]
 
 
@@ -94,15 +98,17 @@ def _continue(
     indices: list[int],
     sampling: Sampling,
     add: Callable[[int, int], FinishReason | None],
+    unknown: list[int],
 ) -> dict[int, FinishReason]:
     """Choose tokens until all texts have ended. Return why, by index of the prompt.
 
     logits: after the prompts (rows, vocab). indices: the prompt of each row. add: appends a token
-    to a prompt, and returns why the text ends, if it does.
+    to a prompt, and returns why the text ends, if it does. unknown: tokens that are not sampled.
     """
     reasons: dict[int, FinishReason] = {}
     for token_index in count():
         uniform = uniform_numbers(sampling.seed, indices, token_index)
+        logits[:, unknown] = -torch.inf
         tokens = choose_tokens(logits, sampling, uniform)
         remaining = []
         for row, (index, token) in enumerate(zip(indices, tokens.tolist(), strict=True)):

@@ -183,6 +183,7 @@ class Scorer:
             sampling=_sampling(options),
             context=self.context,
             end_ids=self.end_ids,
+            known_ids=self.tokenizer.known_ids(),
             is_stopped=self._stops_at(stop),
             batch_size=self.batch_size,
         )

@@ -16,6 +16,7 @@ FILES = {
     "config.json": 20,
     "tokenizer.json": 30,
     "original/tokenizer.model": 40,
+    "tiktoken.model": 50,
     "original/consolidated.00.pth": 10**9,
     "model-00001-of-00001.safetensors": 2**20,
     "model.safetensors.index.json": 60,
@@ -53,7 +54,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Hub:
 @pytest.mark.parametrize(
     ("arguments", "files"),
     [
-        ([], ["config.json", "original/tokenizer.model", "tokenizer.json"]),
+        ([], ["config.json", "original/tokenizer.model", "tiktoken.model", "tokenizer.json"]),
         (["--assets", "index"], ["model.safetensors.index.json"]),
         (
             ["--assets", "config", "--additional_patterns", "*.md"],
@@ -123,4 +124,4 @@ def test_names_of_the_hub_are_accepted(hub, capsys, name) -> None:
 def test_no_matching_file_is_a_failure(hub, capsys, monkeypatch) -> None:
     monkeypatch.setitem(download.ASSETS, "config", ("nothing.json",))
     assert main(["download", "--repo-id", "owner/m", "--assets", "config"]) == 1
-    assert "none of the model's 7 files matches" in capsys.readouterr().err
+    assert "none of the model's 8 files matches" in capsys.readouterr().err

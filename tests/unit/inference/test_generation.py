@@ -49,6 +49,17 @@ def test_samples_depend_on_the_seed_and_not_on_the_batch() -> None:
     assert same[0] != same[1], "equal prompts get different samples"
 
 
+@pytest.mark.parametrize("sampling", [Sampling(), WARM])
+def test_ids_that_the_tokenizer_lacks_are_not_sampled(sampling: Sampling) -> None:
+    model = build("llama3")
+    plain = {id_ for ids, _ in run(model, PROMPTS, sampling=sampling) for id_ in ids}
+    known = set(range(64)) - {min(plain), max(plain)}
+    sampled = {
+        id_ for ids, _ in run(model, PROMPTS, sampling=sampling, known_ids=known) for id_ in ids
+    }
+    assert sampled and sampled <= known and not plain <= known
+
+
 class Counter(nn.Module):
     """Predicts the next integer after each token; `core` makes it look like a model."""
 

@@ -151,6 +151,10 @@ class Tokenizer(ABC):
         with_specials: special tokens appear by name; else they are skipped.
         """
 
+    def known_ids(self) -> Set[int]:
+        """Return the ids of all tokens. A model's vocabulary may have more."""
+        return set(range(self.vocab_size))
+
     def num_bytes(self) -> list[int]:
         """Return the UTF-8 bytes of each token (vocab_size,); 0 for special tokens.
 
@@ -320,6 +324,9 @@ class _HuggingFaceTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
         return str(self._inner.decode(list(ids), skip_special_tokens=not with_specials))
 
+    def known_ids(self) -> Set[int]:
+        return set(self._inner.get_vocab().values())
+
     def num_bytes(self) -> list[int]:
         counts = super().num_bytes()
         if self._is_byte_level:  # each character of a token is a byte
@@ -374,6 +381,9 @@ class _TiktokenTokenizer(Tokenizer):
     def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
         kept = [i for i in ids if with_specials or i not in self._special_ids]
         return self._inner.decode(kept)
+
+    def known_ids(self) -> Set[int]:
+        return {*self._ranks.values(), *self._special_ids}
 
     def num_bytes(self) -> list[int]:
         counts = super().num_bytes()
