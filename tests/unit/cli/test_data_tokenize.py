@@ -208,6 +208,7 @@ def test_bad_records_are_skipped_as_in_a_run(
 
 FAULTS = {
     "no data": (["{tmp}/nowhere"], "no data at"),
+    "an object store": (["s3://bucket/text"], "data at s3:// cannot be read"),
     "no tokenizer": (["{tmp}/corpus", "--tokenizer", "{tmp}"], "no tokenizer at"),
     "given twice": (["{tmp}/corpus", "{tmp}/corpus/0.jsonl"], "0.jsonl is given twice"),
     "formats": (["{tmp}/corpus", "{tmp}/a.txt"], "inputs of several formats: jsonl"),

@@ -23,6 +23,7 @@ from __future__ import annotations
 import glob
 import json
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -202,6 +203,11 @@ def _files_at(path_text: str, format_name: str) -> list[str]:
         reason = "not a file, folder or matching glob"
         if path.is_dir():
             reason = "a folder without files of a known ending"
+        if scheme := re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path_text):
+            raise DataError(
+                f"data at {scheme[0]} cannot be read: {path_text}. Expected local files, or "
+                "hf://datasets/...: copy the files to a disk of this machine, and give their folder"
+            )
         raise DataError(
             f"no data at {path_text!r}: it is {reason}. Expected files of text: check the path "
             f"(relative paths start at {os.getcwd()}; {_known_endings()})"
