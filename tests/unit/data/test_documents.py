@@ -38,6 +38,7 @@ def write_table(
 
     columns = {
         "string": pyarrow.array(texts, pyarrow.string()),
+        "null": pyarrow.nulls(len(texts)),
         "large": pyarrow.array(texts, pyarrow.large_string()),
         "dictionary": pyarrow.array(texts, pyarrow.string()).dictionary_encode(),
         "int": pyarrow.array(range(len(texts))),
@@ -294,6 +295,8 @@ def test_errors_name_the_bad_table(tmp_path: Path, name: str) -> None:
     file = write_table(tmp_path / name, ["a", "b", "c", "d", None, "f"])
     assert read_error(file).startswith(f'{file}, row 5: "text" is null, expected text')
     assert 'has no column "body" but id, text' in read_error(file, text_field="body")
+    empty = write_table(tmp_path / name, [None, None], kind="null")
+    assert read_error(empty).startswith(f'{empty}, row 1: "text" is null')
     assert 'column "text" is int64, expected string' in read_error(
         write_table(tmp_path / name, ["a"], kind="int")
     )

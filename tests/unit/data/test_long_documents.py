@@ -7,16 +7,19 @@ import logging
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
 import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
+from torchtitan_like.data.text.documents import find_corpus, plan_pieces
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.text.word_patterns import PATTERNS
 from torchtitan_like.data.tokens import encoding
@@ -180,9 +183,82 @@ def test_a_tokenizer_that_needs_the_whole_text_refuses_long_documents(
     monkeypatch.setattr(encoding, "GROUP_CHARACTERS", 1000)
     with pytest.raises(
         DataError,
-        match=r"a\.jsonl: a document of 19,000 characters has 19,000 that cannot be split.*1,000",
+        match=r"a\.jsonl, line 1: a document of 19,000 characters has 19,000 that cannot be split",
     ):
         cache(file, tokenizer)
+
+
+class PanicException(BaseException):
+    """As pyo3 raises it for a panic of Rust code."""
+
+
+TEXTS = ["first", "a pan" + "ic", "third", "fourth"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "txt", "parquet", "processor"])
+def test_a_document_that_cannot_be_encoded_is_a_bad_record(
+    kind: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode = tokenizer.encode_texts
+
+    def panic(texts: Sequence[str]) -> Any:
+        if any("panic" in text for text in texts):
+            raise DataError("the tokenizer has given up")
+        return encode(texts)
+
+    monkeypatch.setattr(tokenizer, "encode_texts", panic)
+    places = {"jsonl": "a.jsonl, line 3", "txt": "1.txt, line 1", "parquet": "a.parquet, row 2"}
+    if kind == "txt":
+        for number, text in enumerate(TEXTS):
+            (tmp_path / f"{number}.txt").write_text(text)
+    elif kind == "parquet":
+        table = pyarrow.table({"text": TEXTS})
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=3)
+    else:
+        lines = [json.dumps({"text": text}) for text in TEXTS]
+        (tmp_path / "a.jsonl").write_text("\n".join([lines[0], "", *lines[1:]]))
+    processor = (lambda record: [(record["text"], True)]) if kind == "processor" else None
+    corpus = find_corpus(str(tmp_path))
+    policy = encoding.TokenPolicy(tokenizer, None, tokenizer.eos_id)
+    for on_bad_record in ("error", "skip"):
+        corpus = replace(corpus, on_bad_record=on_bad_record, processor=processor)
+        (piece,) = plan_pieces(corpus)
+        if on_bad_record == "error":
+            with pytest.raises(DataError, match=places.get(kind, places["jsonl"])):
+                encoding.encode_piece(corpus, piece, policy)
+            continue
+        encoded = encoding.encode_piece(corpus, piece, policy)
+        kept = [[*tokenizer.encode(text), tokenizer.eos_id] for text in TEXTS if text != "a panic"]
+        assert encoded.num_bad == 1 and [*encoded.lengths] == [len(ids) for ids in kept]
+        assert [*encoded.tokens & 0xFFFF] == [token for ids in kept for token in ids]
+
+
+def test_a_panic_of_the_library_is_a_data_error_and_a_signal_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = tokenizers.Tokenizer.from_str(trained("GPT-2"))
+    UNSPLITTABLE[next(iter(UNSPLITTABLE))](library)
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+
+    class Library:
+        encode_special_tokens = True
+
+        def encode(self, *_: Any, **__: Any) -> Any:
+            raise errors[0]
+
+        encode_batch_fast = encode
+
+    errors: list[BaseException] = [PanicException("retry limit")]
+    monkeypatch.setattr(tokenizer, "_inner", Library())
+    monkeypatch.setattr(tokenizer, "_text_encoder", Library())
+    for encode in (tokenizer.encode, tokenizer.encode_with_specials):
+        errors[0] = PanicException("retry limit")
+        with pytest.raises(DataError, match="that begins with 'to be': retry limit"):
+            encode("to be")
+        errors[0] = KeyboardInterrupt()
+        with pytest.raises(KeyboardInterrupt):
+            encode("to be")
 
 
 def test_a_run_that_cannot_be_split_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

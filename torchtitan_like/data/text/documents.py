@@ -45,6 +45,7 @@ from torchtitan_like.data.text.formats import (
     estimated_text_bytes,
     gzip_span,
     is_gzip,
+    lines_of,
     num_gzip_spans,
     read_lines,
     read_table,
@@ -389,6 +390,27 @@ def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[Document | Bad
             if isinstance(document, BadRecord) and corpus.on_bad_record == "error":
                 raise document.error()
             yield document
+
+
+def bad_document(corpus: Corpus, piece: Iterable[Span], number: int, problem: str) -> BadRecord:
+    """Return a bad record in place of document `number` of a piece, from 0, that `read_piece` yields.
+
+    Reads the piece again.
+    """
+    for span in piece:
+        num_documents = sum(1 for _ in _documents(corpus, span))
+        if number < num_documents:
+            break
+        number -= num_documents
+    if corpus.documents is not None:
+        return BadRecord(str(corpus.documents), "row", span.start + number + 1, problem)
+    if corpus.format == "text":
+        return BadRecord(span.file, "byte", 0, problem)
+    if corpus.format == "jsonl":
+        offset, _ = next(islice(lines_of(span), number, None))
+        return BadRecord(span.file, "byte", offset, problem)
+    with Table(span.file, corpus.format, None) as table:
+        return BadRecord(span.file, "row", table.rows_before(span.start) + number + 1, problem)
 
 
 def first_document(corpus: Corpus) -> Document | BadRecord | None:

@@ -190,6 +190,21 @@ def read_lines(
 
     process: takes the objects of lines; None: the text is in ``field``.
     """
+    for offset, line in lines_of(span):
+        if isinstance(line, BadRecord):
+            yield line
+            continue
+        try:
+            if process is None:
+                yield _parse_line(line, offset, field)
+            else:
+                yield process(_parse_object(line, offset, "a JSON object"))
+        except (NotUtf8, _NoText, BadResult) as error:
+            yield BadRecord(span.file, "byte", offset, str(error))
+
+
+def lines_of(span: Span) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """Yield the lines that `read_lines` reads, and their offsets."""
     offset = span.start
     try:
         with open_bytes(span.file) as stream:
@@ -202,16 +217,10 @@ def read_lines(
                         break
             while offset < span.stop and (line := stream.readline()):
                 if line.strip():
-                    try:
-                        if process is None:
-                            yield _parse_line(line, offset, field)
-                        else:
-                            yield process(_parse_object(line, offset, "a JSON object"))
-                    except (NotUtf8, _NoText, BadResult) as error:
-                        yield BadRecord(span.file, "byte", offset, str(error))
+                    yield offset, line
                 offset += len(line)
     except GZIP_ERRORS as error:
-        yield damaged_gzip(span.file, offset, error)
+        yield offset, damaged_gzip(span.file, offset, error)
 
 
 class _NoText(Exception):
@@ -387,7 +396,9 @@ class Table:
 
     def _raw(self, column: Any) -> Iterator[bytes | None]:
         """Yield the bytes of each string. Invalid offsets would crash the process: check first."""
-        if self._arrow.types.is_dictionary(column.type):
+        if self._arrow.types.is_null(column.type):
+            yield from [None] * len(column)
+        elif self._arrow.types.is_dictionary(column.type):
             indices, strings = column.indices, self._bytes(column.dictionary)
             indices.validate(full=True)
             for index in indices:
@@ -423,6 +434,8 @@ class Table:
             )
         kind = schema.field(self._field).type
         value = kind.value_type if self._arrow.types.is_dictionary(kind) else kind
-        tests = (self._arrow.types.is_string, self._arrow.types.is_large_string)
-        if not any(test(value) for test in tests):
+        # In a column of type null, each row is a bad record.
+        types = self._arrow.types
+        tests = (types.is_string, types.is_large_string)
+        if not types.is_null(kind) and not any(test(value) for test in tests):
             raise DataError(f'{self._file}: column "{self._field}" is {kind}, expected string')

@@ -304,13 +304,12 @@ class _HuggingFaceTokenizer(Tokenizer):
         # encode_batch_fast, without offsets, is its fastest function, also for one text.
         try:
             encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # a panic of the library's Rust code is no Exception
+        except BaseException as error:
+            if _is_signal(error):
+                raise
             raise DataError(
-                f"{self.path} cannot encode the document that begins with {texts[0][:40]!r}, or one "
-                f"of the next {len(texts) - 1}: {error}. Expected text for its expressions: remove "
-                "the document, or split it"
+                f"{self.path} cannot encode the document that begins with {texts[0][:40]!r}: {error}. "
+                "Expected text for its expressions: remove the document, or split it"
             ) from error
         return [array("I", encoding.ids) for encoding in encoded]
 
@@ -318,6 +317,13 @@ class _HuggingFaceTokenizer(Tokenizer):
         self._inner.encode_special_tokens = False
         try:
             return list(self._inner.encode(text, add_special_tokens=adds_specials).ids)
+        except BaseException as error:
+            if _is_signal(error):
+                raise
+            raise DataError(
+                f"{self.path} cannot encode the text that begins with {text[:40]!r}: {error}. "
+                "Expected text for its expressions: change it"
+            ) from error
         finally:
             self._inner.encode_special_tokens = True
 
@@ -390,6 +396,11 @@ class _TiktokenTokenizer(Tokenizer):
         for token, token_id in self._ranks.items():
             counts[token_id] = len(token)
         return counts
+
+
+def _is_signal(error: BaseException) -> bool:
+    """Return False for an Exception and for a panic of Rust code, which is none."""
+    return not isinstance(error, Exception) and type(error).__name__ != "PanicException"
 
 
 def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] | None:

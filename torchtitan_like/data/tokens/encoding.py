@@ -19,8 +19,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.text.documents import Corpus, Piece, read_piece
+from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.text.documents import Corpus, Piece, bad_document, read_piece
 from torchtitan_like.data.text.formats import BadRecord, Document, Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.tokens.token_file import (
@@ -151,27 +151,31 @@ def encode_piece(
 ) -> EncodedPiece:
     """Read and tokenize one piece. Documents without tokens are skipped and counted.
 
-    report: called with the number of bytes of text of each group of documents. Raises DataError,
-    with the file, for a document that is too long (`Tokenizer.parts`) and for token ids beyond the
-    vocabulary.
+    A document that is too long (`Tokenizer.parts`), or that the tokenizer cannot encode, is a bad
+    record. report: called with the number of bytes of text of each group of documents. Raises
+    TokenizerError for token ids beyond the vocabulary.
     """
     encoder = _PieceEncoder(policy, has_masks=corpus.processor is not None)
-    spans = list(piece)
+    spans, num_read = list(piece), 0
     for group in _groups(read_piece(corpus, spans)):
         encoder.bad += [record for record in group if isinstance(record, BadRecord)]
         documents = [record for record in group if not isinstance(record, BadRecord)]
-        texts = [document for document in documents if isinstance(document, str)]
         try:
-            if corpus.processor is not None:
-                for document in documents:
-                    encoder.add_parts(document, report)
-            elif len(texts) == 1:
-                encoder.add_long(texts[0], report)
-            elif texts:
-                encoder.add(texts, report)
-        except DataError as error:
-            files = sorted({span.file for span in spans})
-            raise DataError(f"{', '.join(files[:3])}: {error}") from error
+            encoder.add_group(documents, report)
+        except TokenizerError:
+            raise
+        except DataError:
+            for number, record in enumerate(group, start=num_read):
+                if isinstance(record, BadRecord):
+                    continue
+                try:
+                    encoder.add_group([record], report)
+                except DataError as error:
+                    bad = bad_document(corpus, spans, number, str(error))
+                    if corpus.on_bad_record == "error":
+                        raise bad.error() from error
+                    encoder.bad.append(bad)
+        num_read += len(group)
     return encoder.as_piece()
 
 
@@ -180,6 +184,7 @@ class _PieceEncoder:
 
     def __init__(self, policy: TokenPolicy, *, has_masks: bool = False) -> None:
         self._tokenizer = policy.tokenizer
+        self._has_masks = has_masks
         self._before = _as_array(policy.bos_id)
         self._after = _as_array(policy.eos_id)
         self._dtype = token_type(policy.tokenizer.vocab_size, has_masks=has_masks)
@@ -190,7 +195,25 @@ class _PieceEncoder:
         self._text_bytes = 0
         self.bad: list[BadRecord] = []
 
-    def add(self, texts: Sequence[str], report: Callable[[int], None]) -> None:
+    def add_group(self, documents: Sequence[Document], report: Callable[[int], None]) -> None:
+        """Encode documents. Adds none of them if it raises DataError."""
+        start, num_tokens = len(self._lengths), len(self._tokens)
+        counts = len(self._hashes), self._num_empty, self._text_bytes
+        texts = [document for document in documents if isinstance(document, str)]
+        try:
+            if self._has_masks:
+                for document in documents:
+                    self._add_parts(document, report)
+            elif len(texts) == 1:
+                self._add_long(texts[0], report)
+            elif texts:
+                self._add(texts, report)
+        except DataError:
+            del self._lengths[start:], self._tokens[num_tokens:], self._hashes[counts[0] :]
+            _, self._num_empty, self._text_bytes = counts
+            raise
+
+    def _add(self, texts: Sequence[str], report: Callable[[int], None]) -> None:
         """Encode several documents in one call of the tokenizer."""
         ids, lengths = self._tokenizer.encode_texts(texts)
         is_empty = lengths == 0
@@ -215,7 +238,7 @@ class _PieceEncoder:
         self._text_bytes += num_bytes
         report(num_bytes)
 
-    def add_long(self, text: str, report: Callable[[int], None]) -> None:
+    def _add_long(self, text: str, report: Callable[[int], None]) -> None:
         """Encode one document in parts, because a tokenizer needs many times the input's memory."""
         digest = xxhash.xxh3_64()
         num_bytes = length = 0
@@ -237,7 +260,7 @@ class _PieceEncoder:
         self._hashes.append(digest.intdigest())
         self._text_bytes += num_bytes
 
-    def add_parts(self, document: Document, report: Callable[[int], None]) -> None:
+    def _add_parts(self, document: Document, report: Callable[[int], None]) -> None:
         """Encode the parts of one document. Tokens of parts that are not trained on are marked."""
         parts = [(document, True)] if isinstance(document, str) else document
         encoded = [
@@ -275,7 +298,7 @@ class _PieceEncoder:
         largest = int((ids & ~NOT_TRAINED).max(initial=0))
         vocab_size = self._tokenizer.vocab_size
         if largest >= vocab_size:
-            raise DataError(
+            raise TokenizerError(
                 f"{self._tokenizer.path} returned the id {largest}. Expected ids below its "
                 f"vocabulary size, {vocab_size}: check the tokenizer"
             )
