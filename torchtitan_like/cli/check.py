@@ -36,7 +36,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
-        "Prints the configuration as TOML and warnings on stderr, and returns 0;\n"
+        "Prints the configuration as TOML, unless into a terminal, and warnings on stderr, and\n"
+        "returns 0;\n"
         "or prints every problem on stderr and returns 78.\n"
         "With --plan: also prints on stderr whether it fits on the GPU, or up to three changes with\n"
         "which it fits, the cheapest first. Returns 1 if it does not fit.\n\n"
@@ -90,9 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
     except ConfigError as error:
         show_error(str(error))
         return os.EX_CONFIG
+    # In a terminal, some hundred lines would hide the warnings.
+    if sys.stdout.isatty():
+        print("The configuration has no errors. To see it as TOML, redirect the output: > FILE")
+    else:
+        sys.stdout.write(dump_toml(config))
     if warnings:
         show_error(report(warnings))
-    sys.stdout.write(dump_toml(config))
     if gpu is None:
         return os.EX_OK
     from torchtitan_like.plan.changes import check_fit

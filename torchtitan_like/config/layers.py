@@ -47,7 +47,7 @@ def read_files(file: str, *, may_extend: bool = True) -> tuple[list[Layer], list
     """Read a TOML file and the files that it extends. Returns layers, base first, and problems."""
     layers: list[Layer] = []
     chain: list[FilePath] = []
-    origin = file
+    origin = str(find_config(file))
     extended_by = ""
     while True:
         path = FilePath(origin).expanduser()
@@ -90,7 +90,8 @@ def _read(path: FilePath, extended_by: str) -> tuple[dict[str, Any], Problem | N
         bundled = [file.name for file in TRAIN_CONFIGS.glob("*.toml")] if is_name else []
         content = f"{folder}/ contains: {', '.join(names[:12])}"
         remedy = content if names else f"there is no TOML file in {folder}/"
-        remedy = did_you_mean(path.name, [*names, *bundled]) or remedy
+        others = {*names, *bundled} - {FilePath(extended_by).name}
+        remedy = did_you_mean(path.name, sorted(others)) or remedy
         return {}, Problem(key, str(path), "an existing file", remedy, origin)
     except UnicodeDecodeError as error:
         expected = f"UTF-8 text; byte {error.start} is not UTF-8"

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.cli import main
+from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.layers import parse_toml
 
 
@@ -34,6 +35,35 @@ def test_prints_toml_that_can_be_run_again(
     (tmp_path / "again.toml").write_text(captured.out)
     assert check([str(tmp_path / "again.toml"), "--world-size=2", "--training"]) == 0
     assert capsys.readouterr().out == captured.out
+
+
+def test_a_terminal_shows_warnings_and_no_toml(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert check(["debug_model.toml", "--training.steps", "7"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 1 and "has no errors" in captured.out
+    assert "Warmup steps (20) exceed" in captured.err
+
+
+def test_training_checks_find_what_a_start_would_find(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    missing = ["--model.hf_assets_path", f"{tmp_path}/model", "--data.sources.mine.path", "no.txt"]
+    assert check(["llama3_8b.toml", "--world-size", "8", "--training", *missing]) == 78
+    problems = capsys.readouterr().err
+    assert "model.hf_assets_path" in problems and "data.sources.mine.path" in problems
+
+
+def test_a_bundled_config_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun and Python read it without `titan`. An unknown base does not suggest its own file."""
+    monkeypatch.chdir(tmp_path)
+    assert load_config(["--job.config_file", "debug_model.toml"]).model.flavor == "debugmodel"
+    (tmp_path / "ext.toml").write_text('extends = "exd.toml"\n')
+    with pytest.raises(ConfigError) as error:
+        load_config(["--job.config_file", "ext.toml"])
+    assert "did you mean" not in str(error.value)
 
 
 def test_a_misspelled_bundled_config_is_suggested(
