@@ -602,12 +602,12 @@ class Trainer:
     def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
         """Build the gate. With CPU offload, the weights and the gate are on the host."""
         device, section = self.optimizer.parameters[0].device, self.config.resilience
-        holds = holds_high_norms(
+        can_hold = holds_high_norms(
             section,
             has_experts=self.balancer is not None,
             is_atomic=self.optimizer.is_atomic,
         )
-        return UpdateGate(section, device, self.progress, state, holds=holds)
+        return UpdateGate(section, device, self.progress, state, can_hold=can_hold)
 
     def _replicated(self) -> list[tuple[str, torch.Tensor]]:
         """Return the weights, their averages, and the state that balances experts, by name."""
@@ -708,6 +708,7 @@ class Trainer:
             self.failures,
         )
         self.requests.defer_signals = True
+        self.update_gate.start_holding()
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.heartbeat.start()
         with profiling as profiler:

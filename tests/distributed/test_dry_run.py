@@ -105,6 +105,7 @@ def record_trainer(argv: list[str]) -> Measured:
 
             setattr(train, name, build)
         trainer = parity.build(argv)
+        trainer.update_gate.start_holding()  # as in `Trainer.train`
     finally:
         for name, original in originals.items():
             setattr(train, name, original)

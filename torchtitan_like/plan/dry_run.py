@@ -169,12 +169,13 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
         if config.debug.moe_force_load_balance:
             choose_in_turn(model.parts)
         gate_device = optimization.optimizer.parameters[0].device
-        holds = holds_high_norms(
+        can_hold = holds_high_norms(
             config.resilience,
             has_experts=balancer is not None,
             is_atomic=optimization.optimizer.is_atomic,
         )
-        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {}, holds=holds)
+        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {}, can_hold=can_hold)
+        gate.start_holding()
     recorder.recording.mark("optimizer")
     recording = recorder.recording
     runner = StepRunner(

@@ -81,7 +81,7 @@ class UpdateGate(Generic[Progress]):
     Frozen updates keep the weights until the host notices, two steps later, and all ranks stop.
     With `on_spike = "skip"`, spikes of the norm are skipped as well. They never freeze updates.
 
-    With `holds`, a finite norm above `HIGH_NORM` times the median of the last steps (above
+    With `can_hold`, from `start_holding` on, a finite norm above `HIGH_NORM` times the median of the last steps (above
     `resilience.first_high_norm` before there are `FEWEST_NORMS`) holds the updates of its step and of
     those after it, until the host calls `release` and runs these steps again.
 
@@ -95,23 +95,27 @@ class UpdateGate(Generic[Progress]):
         progress: Progress,
         state: Mapping[str, Any],
         *,
-        holds: bool = False,
+        can_hold: bool = False,
     ) -> None:
         skips_nonfinite = section.on_nonfinite == "skip"
         skips_spikes = section.on_spike == "skip" and section.spike_threshold > 0
         self._most_in_a_row = section.max_nonfinite_in_a_row if skips_nonfinite else 0
         self._spike_threshold = section.spike_threshold if skips_spikes else 0.0
         self._norms: SpikeWindow | None = None
-        if skips_spikes or holds:
+        if skips_spikes or can_hold:
             self._norms = SpikeWindow(section.spike_window, device, state.get("grad_norms", ()))
         num_in_a_row = float(state.get("nonfinite_in_a_row", 0))
         self._nonfinite_in_a_row = torch.full((), num_in_a_row, device=device)
         self._is_frozen = self._is_held = torch.zeros((), device=device)
-        self._holds, self._accepts_next = holds, False
+        self._can_hold, self._holds, self._accepts_next = can_hold, False, False
         self._first_limit = torch.full((), section.first_high_norm, device=device)
         self._norm, self._limit = self._is_held, self._first_limit
         self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
         self.record(progress)
+
+    def start_holding(self) -> None:
+        """Hold updates if the gate can: the caller runs held steps again (`release`)."""
+        self._holds = self._can_hold
 
     def gate(self, grad_norm: torch.Tensor, *, has_labels: bool = True) -> torch.Tensor:
         """Return 1 if this step's update is to be skipped, else 0. 0-dim tensors; does not wait.

@@ -102,8 +102,14 @@ def test_a_step_without_labels_is_no_spike_and_has_no_norm() -> None:
 def holding_gate(norms: list[float], first_high_norm: float = 100.0) -> UpdateGate[int]:
     """Return a gate that holds high norms, after these norms."""
     section = Resilience(first_high_norm=first_high_norm, spike_window=32)
-    gate: UpdateGate[int] = UpdateGate(section, CPU, 0, {"grad_norms": norms}, holds=True)
+    gate: UpdateGate[int] = UpdateGate(section, CPU, 0, {"grad_norms": norms}, can_hold=True)
+    gate.start_holding()
     return gate
+
+
+def test_a_loop_that_runs_no_step_again_holds_none() -> None:
+    gate: UpdateGate[int] = UpdateGate(Resilience(), CPU, 0, {}, can_hold=True)
+    assert gate.gate(torch.tensor(1e6)) == 0
 
 
 @pytest.mark.parametrize(
