@@ -17,6 +17,7 @@ from torchtitan_like.cli.common import (
     show_problem,
 )
 from torchtitan_like.cli.hardware import add_hardware, load_hardware
+from torchtitan_like.cli.progress import ProgressLine
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.util.output import show_error
 
@@ -126,7 +127,7 @@ def _print_plan(
     from torchtitan_like.plan.timeline import step_time
     from torchtitan_like.util.plan_file import write_plan
 
-    runs = dry_runs(config, arguments.world_size, gpu, stages)
+    runs = dry_runs(config, arguments.world_size, gpu, stages, ProgressLine("dry runs"))
     memories = memory_of_all(runs, config, gpu)
     notes = assumptions(config)
     time = None

@@ -28,6 +28,7 @@ from torchtitan_like.node.ranks import join_ranks, launched_ranks, num_cores
 from torchtitan_like.plan.clusters import Cluster, cluster_text, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text
+from torchtitan_like.plan.progress import Progress
 from torchtitan_like.plan.record import Recorder
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.units import GIB, MIB
@@ -42,9 +43,6 @@ GPU_ERROR_SOURCE = "no step was measured: the band is that of clusters without c
 # The largest error of two small models on one machine was 8 %. Twice that, for others.
 CPU_ERROR_PERCENT = 16.0
 CPU_ERROR_SOURCE = "steps of small models on 2 CPU cores (docs/benchmarks/2026-11-25-plan-cpu.md)"
-
-# Called with what is measured, how much is done, the total, and seconds since the beginning.
-Progress = Callable[[str, int, int, float], None]
 
 
 class Sizes(NamedTuple):

@@ -16,6 +16,7 @@ from torchtitan_like.plan.dry_run import (
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
+from torchtitan_like.plan.progress import Progress
 
 
 def plan_memory(
@@ -35,7 +36,11 @@ def memory_of_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu) -> list[R
 
 
 def dry_runs(
-    config: JobConfig, world_size: int, gpu: Gpu, stages: Sequence[int] | None = None
+    config: JobConfig,
+    world_size: int,
+    gpu: Gpu,
+    stages: Sequence[int] | None = None,
+    progress: Progress = lambda *_: None,
 ) -> list[DryRun]:
     """Return the recordings of one rank of each pipeline rank in `stages`; None: of all.
 
@@ -43,7 +48,8 @@ def dry_runs(
     """
     ranks = ranks_of_stages(dims_of(config, world_size))
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
-    return list(record_ranks(config, world_size, chosen, **options_of(gpu)).values())
+    runs = record_ranks(config, world_size, chosen, progress=progress, **options_of(gpu))
+    return list(runs.values())
 
 
 def assumptions(config: JobConfig) -> list[str]:

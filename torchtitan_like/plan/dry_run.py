@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ from torchtitan_like.plan.fake import (
     register_device,
 )
 from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.progress import Progress
 from torchtitan_like.plan.record import Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.step import StepRunner
@@ -307,18 +309,26 @@ def record_jobs(jobs: Sequence[Job]) -> Iterator[tuple[int, DryRun | RuntimeErro
 
 
 def record_ranks(
-    config: JobConfig, world_size: int, ranks: Iterable[int], **options: Any
+    config: JobConfig,
+    world_size: int,
+    ranks: Iterable[int],
+    *,
+    progress: Progress = lambda *_: None,
+    **options: Any,
 ) -> dict[int, DryRun]:
     """Return `record_rank` of several ranks, in their order; see `record_jobs`.
 
     Raises RuntimeError if one fails.
     """
     jobs = [Job(config, world_size, rank, options) for rank in ranks]
-    runs = {}
+    runs: dict[int, DryRun] = {}
+    started = time.monotonic()
+    progress("plan", 0, len(jobs), 0.0)
     for _, run in record_jobs(jobs):  # in the order in which they end
         if isinstance(run, RuntimeError):
             raise run
         runs[run.rank] = run
+        progress("plan", len(runs), len(jobs), time.monotonic() - started)
     return {job.rank: runs[job.rank] for job in jobs}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +25,7 @@ from torchtitan_like.plan.layouts import (
     with_faster_kernels,
     with_float8,
 )
+from torchtitan_like.plan.progress import Progress
 from torchtitan_like.preflight import check, check_layout
 
 if TYPE_CHECKING:
@@ -39,9 +40,6 @@ PER_GROUP = 2  # of those with the same degrees, which differ little
 # too high for some layouts, and too low for others. The third and the fourth round take place only
 # if fewer than NUM_FULL layouts fit.
 MEMORY_MARGINS = (1.0, 1.25, 0.8, 0.6)
-
-# Called with a phase, what is done, the total, and seconds since the phase began.
-Progress = Callable[[str, int, int, float], None]
 
 
 class Screened(NamedTuple):

@@ -50,6 +50,7 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     command += ["-o", str(tmp_path / "debug.plan.json"), "--svg", str(tmp_path / "pictures")]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 1, result.stderr
+    assert "plan: 0 of 2 dry runs" in result.stderr and "plan: 2 of 2 dry runs" in result.stderr
     plan = json.loads(result.stdout)
     assert not plan["fits"]
     assert [(rank["rank"], rank["stage"]) for rank in plan["ranks"]] == [(0, 0), (2, 1)]
