@@ -146,6 +146,15 @@ def build_train_batches(
     )
     for one, part in zip(named, parts, strict=True):
         logger.info(f"training data {one.key or training.dataset_path or one.name} {part}")
+    of_a_step = order.counts_at(sizes[0][1])
+    for supply in order.supplies:
+        if of_a_step[supply.key] > supply.num_samples:
+            name = supply.key or training.dataset_path or named[0].name
+            logger.warning(
+                f"{name} has {supply.num_samples:,} samples of {training.seq_len:,} tokens, and each "
+                f"step reads {of_a_step[supply.key]:,} from it: a step repeats its text. Expected more "
+                "text than one step reads"
+            )
     if len(sizes) > 1:
         listed = ", ".join(f"{size:,} from step {first:,}" for first, size in sizes)
         logger.info(f"Samples per step: {listed}")

@@ -111,6 +111,30 @@ def test_the_state_counts_returned_batches_and_works_with_other_workers(read_by:
     assert actual == expected
 
 
+@pytest.mark.parametrize(("words", "is_short"), [(20, True), (2000, False)])
+def test_a_source_with_less_text_than_a_step_reads_is_a_warning(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    words: int,
+    is_short: bool,
+) -> None:
+    (tmp_path / "text.txt").write_text("to be or not " * words)
+    build_train_batches(
+        Training(seq_len=16, local_batch_size=8),
+        Data(sources={"own": DataSource(path=str(tmp_path / "text.txt"))}),
+        tokenizer=tokenizer,
+        dump_folder="unused",
+        seed=7,
+        dp_rank=0,
+        dp_size=1,
+        num_accumulation=1,
+        with_positions=False,
+    )
+    warned = [r.getMessage() for r in caplog.records if "a step repeats its text" in r.getMessage()]
+    assert [text.startswith("own has ") for text in warned] == [True] * is_short
+
+
 def workers() -> list[psutil.Process]:
     return [child for child in psutil.Process().children() if "python" in child.name()]
 

@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
 from torchtitan_like.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan_like.data.text.word_patterns import RANK_FILES
@@ -303,23 +303,6 @@ def test_a_model_that_has_the_names_of_special_tokens_reads_them_as_text(
     assert ids and not {1, 2, 3} & {*ids}
     assert (tokenizer.bos_id, tokenizer.eos_id) == (1, 2)
     assert tokenizer.encode_with_specials("<s>")[-1] == 1
-
-
-def test_a_document_that_the_library_cannot_encode_is_an_error_of_the_data(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its Rust code panics above the limits of its regular expressions."""
-
-    class Panic(BaseException):
-        pass
-
-    class Library:
-        def encode_batch_fast(self, texts: list[str], add_special_tokens: bool) -> None:
-            raise Panic("retry-limit-in-match over")
-
-    monkeypatch.setattr(tokenizer, "_text_encoder", Library())
-    with pytest.raises(DataError, match=r"begins with 'a+', or one of the next 1: retry-limit"):
-        tokenizer._encode_by_library(["a" * 50, "b"])  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
