@@ -223,8 +223,12 @@ def test_all_ranks_share_the_consolidation_and_log_its_speed(tmp_path):
     assert all(extents for extents, _ in results), "expected writes from every rank"
     assert len(written) == len(set(written)), "expected each extent once"
     for _, lines in results:
-        (line,) = (line for line in lines if re.search(r"in \d+\.\d\d seconds$", line))
-        assert re.match(r"Consolidated \d+ shard files into 1 files .* on 4 ranks with", line)
+        (line,) = (line for line in lines if line.startswith("Consolidated "))
+        assert re.fullmatch(
+            r"Consolidated \d+ shard files into 1 files .* on 4 ranks with .* in \d+\.\d\d seconds "
+            r"\(files by rank, some shared: 1, 1, 1, 1\)",
+            line,
+        )
 
 
 def test_export_keeps_the_file_assignment_of_a_given_index(tmp_path):

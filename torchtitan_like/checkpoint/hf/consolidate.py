@@ -165,9 +165,12 @@ def _consolidate(
         lambda: _verify(folder, records, [(files[f].name, k) for f, k in shares[rank]])
     )
     total = sum(file.size for file in files)
+    by_rank = [len({file for file, _ in share}) for share in shares]
+    listed = ", ".join(map(str, by_rank)) if size <= 8 else f"{min(by_rank)} to {max(by_rank)}"
     logger.info(
         f"Consolidated {len(shards)} shard files into {len(files)} files ({total:,} bytes) on "
-        f"{size} ranks with {num_threads} threads each in {time.monotonic() - start:.2f} seconds"
+        f"{size} ranks with {num_threads} threads each in {time.monotonic() - start:.2f} seconds "
+        f"(files by rank, some shared: {listed})"
     )
     return records
 
