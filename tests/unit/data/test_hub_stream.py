@@ -93,7 +93,7 @@ def the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "FIRST_PAUSE", 0.001)
     monkeypatch.setattr(hub, "NUM_KEPT", 2)
-    monkeypatch.setattr(formats, "GZIP_BYTES", 300)
+    monkeypatch.setattr(formats, "COMPRESSED_BYTES", 300)
     monkeypatch.setattr(documents, "TABLE_BYTES", 1500)
     monkeypatch.setattr(documents, "BLOCK_BYTES", 900)
     monkeypatch.setattr(streaming, "WINDOW_BYTES", 300)
@@ -255,15 +255,14 @@ def test_a_file_damaged_on_the_hub_is_reported_without_a_retry(
         ("a.json.gz", "a.json.gz.json"),
         ("x/a.txt.gz", "x/a.txt.gz.txt"),
         ("a.gz", "a.gz.unpacked"),
+        ("a.jsonl.zst", "a.jsonl.zst.jsonl"),
         ("a.parquet",) * 2,
     ],
 )
 def test_a_decompressed_file_has_its_own_name(tmp_path: Path, name: str, local_name: str) -> None:
     listing = hub.Listing("", "", "", tmp_path, {})
     assert hub._local_name(name) == local_name
-    assert listing._hub_name(tmp_path / local_name) == name and listing.is_gzip(
-        tmp_path / local_name
-    ) == name.endswith(".gz")
+    assert listing.name_of(tmp_path / local_name) == name
 
 
 @pytest.mark.parametrize(
@@ -337,7 +336,7 @@ def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Pa
         from torchtitan_like.data import build
         from torchtitan_like.data.samples import streaming
         from torchtitan_like.data.text import formats, tokenizer
-        formats.GZIP_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
+        formats.COMPRESSED_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
         hub, started, calls = Hub(Path(sys.argv[1])), threading.Event(), []
         def slow(*args, **options):
             if calls:

@@ -7,13 +7,13 @@ Formats (text is UTF-8):
 
 - *text*: a file is one document.
 - *jsonl*: a line is a JSON object with the text in one field. Blank lines are skipped. A file may
-  be compressed with gzip.
+  be compressed with gzip or zstd.
 - *parquet* and *arrow* (also a Hugging Face dataset saved to disk): a row is a document, and one
   column has the text.
 - the name of a registered data source: its documents are text, or records with the text in one
   field.
 
-A record without valid text is a bad record, and so is the part of a gzip file after a damaged byte.
+A record without valid text is a bad record, and so is the part of a compressed file after a damaged byte.
 It raises DataError with file and line (or row), or is skipped (`data.on_bad_record`). A file of
 another format is always an error.
 """
@@ -37,16 +37,17 @@ import xxhash
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import (
+    EXPANSION,
     BadRecord,
     BadResult,
     Document,
     Span,
     Table,
+    compressed_span,
     estimated_text_bytes,
-    gzip_span,
-    is_gzip,
+    is_compressed,
     lines_of,
-    num_gzip_spans,
+    num_compressed_spans,
     read_lines,
     read_table,
     read_text,
@@ -58,7 +59,9 @@ OnBadRecord = Literal["error", "skip"]
 
 ENDINGS: dict[str, tuple[str, ...]] = {
     "text": (".txt", ".text"),
-    "jsonl": (".jsonl", ".json", ".ndjson", ".jsonl.gz", ".json.gz", ".ndjson.gz"),
+    "jsonl": tuple(
+        name + ending for ending in ("", *EXPANSION) for name in (".jsonl", ".json", ".ndjson")
+    ),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
@@ -323,11 +326,9 @@ class Blocks:
         if corpus.documents is not None:
             return -(-size // BLOCK_DOCUMENTS), size * DOCUMENT_BYTES
         if corpus.format == "jsonl":
-            has_gzip = (
-                is_gzip(file) if corpus.listing is None else corpus.listing.is_gzip(Path(file))
-            )
-            if has_gzip:
-                return num_gzip_spans(size), estimated_text_bytes(size)
+            name = file if corpus.listing is None else corpus.listing.name_of(Path(file))
+            if is_compressed(name):
+                return num_compressed_spans(name, size), estimated_text_bytes(name, size)
             return -(-size // BLOCK_BYTES), size
         if corpus.format == "text":
             return min(size, 1), size
@@ -360,8 +361,8 @@ class Blocks:
             self._corpus.listing.fetch(Path(file))
             length = self._length(file)
             return Span(file, length * part // num_parts, length * (part + 1) // num_parts, 0)
-        if self._corpus.format == "jsonl" and is_gzip(file):
-            return gzip_span(file, part, num_parts)
+        if self._corpus.format == "jsonl" and is_compressed(file):
+            return compressed_span(file, part, num_parts)
         if self._corpus.documents is not None:
             return _documents_span(self._corpus.documents, file, part, BLOCK_DOCUMENTS)
         step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
@@ -530,9 +531,9 @@ def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
         for index in range(-(-len(corpus.documents) // PIECE_DOCUMENTS)):
             yield _documents_span(corpus.documents, file, index, PIECE_DOCUMENTS)
         return
-    if corpus.format == "jsonl" and is_gzip(file):
-        num_parts = num_gzip_spans(os.stat(file).st_size)
-        yield from (gzip_span(file, part, num_parts) for part in range(num_parts))
+    if corpus.format == "jsonl" and is_compressed(file):
+        num_parts = num_compressed_spans(file, os.stat(file).st_size)
+        yield from (compressed_span(file, part, num_parts) for part in range(num_parts))
         return
     if corpus.format in ("text", "jsonl"):
         size = os.stat(file).st_size

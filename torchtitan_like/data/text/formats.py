@@ -1,4 +1,4 @@
-"""Read the documents of one file: JSON lines (also gzip), parquet and Arrow.
+"""Read the documents of one file: JSON lines (also compressed), parquet and Arrow.
 
 A `Span` names a range of a file. Reading one needs nothing else, so any process can read any span.
 Records that hold no text become `BadRecord`; the caller decides what follows.
@@ -7,6 +7,7 @@ Records that hold no text become `BadRecord`; the caller decides what follows.
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import zlib
@@ -20,13 +21,13 @@ from torchtitan_like.data.errors import DataError
 if TYPE_CHECKING:
     import pyarrow
 
-# The errors that reading a damaged gzip file raises.
-GZIP_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
+# The errors that reading a damaged compressed file raises.
+DAMAGE_ERRORS = (EOFError, gzip.BadGzipFile, zlib.error)
 READ_BYTES = 2**20
-# A reader must decompress a gzip file from its start to reach any offset. Spans of gzip files are
-# therefore few: each holds about this many bytes of text. One byte of the file counts as 2.5 bytes
-# of text.
-GZIP_BYTES = 64 * 2**20
+# A reader must decompress a file from its start to reach any offset. Spans of compressed files are
+# therefore few: each holds about this many bytes of text.
+COMPRESSED_BYTES = 64 * 2**20
+EXPANSION = {".gz": 2.5, ".zst": 4.0}  # estimated bytes of text of a byte of the file
 _END_OF_FILE = 2**62  # larger than any file
 
 
@@ -107,30 +108,82 @@ def decode(raw: bytes, start: int) -> str:
         raise NotUtf8(raw, start, error) from error
 
 
-def is_gzip(file: str) -> bool:
-    """Return True if the file name ends with .gz."""
-    return file.endswith(".gz")
+def is_compressed(file: str) -> bool:
+    """Return True if the file name ends with .gz or .zst."""
+    return file.endswith(tuple(EXPANSION))
 
 
 def open_bytes(file: str) -> IO[bytes]:
-    """Open a file for reading; a gzip file is decompressed on the way."""
-    return gzip.open(file) if is_gzip(file) else open(file, "rb")  # type: ignore[return-value]
+    """Open a file for reading; a compressed file is decompressed on the way."""
+    if file.endswith(".zst"):
+        return io.BufferedReader(_Zstandard(file))
+    return gzip.open(file) if is_compressed(file) else open(file, "rb")  # type: ignore[return-value]
 
 
-def damaged_gzip(file: str, offset: int, error: Exception) -> BadRecord:
-    """Return a bad record in place of all text after ``offset`` of a damaged gzip file."""
+class _Zstandard(io.RawIOBase):
+    """The content of a zstd file, read by pyarrow. `seek` goes forward only, from the start.
+
+    It reads equal chunks from the start of the file. So what is lost before a damaged byte, at most a
+    chunk, does not depend on the reader.
+    """
+
+    CHUNK = 4096
+
+    def __init__(self, file: str) -> None:
+        import pyarrow
+
+        self._stream = pyarrow.input_stream(file, compression="zstd")
+        self._chunk = memoryview(b"")
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if not self._chunk:
+            try:
+                self._chunk = memoryview(self._stream.read(self.CHUNK))
+            except OSError as error:
+                raise EOFError(str(error)) from error
+        size = min(len(buffer), len(self._chunk))
+        buffer[:size], self._chunk = self._chunk[:size], self._chunk[size:]
+        self._position += size
+        return size
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        if whence != os.SEEK_SET or offset < self._position:
+            raise io.UnsupportedOperation("a zstd file is read forward")
+        skipped = memoryview(bytearray(self.CHUNK))
+        while self._position < offset and self.readinto(skipped[: offset - self._position]):
+            pass
+        return self._position
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def damaged_file(file: str, offset: int, error: Exception) -> BadRecord:
+    """Return a bad record in place of all text after ``offset`` of a damaged compressed file."""
+    kind = "zstd" if file.endswith(".zst") else "gzip"
     return BadRecord(
         file,
         "byte",
         offset,
-        f"cannot be decompressed from here on ({error}): the gzip file is damaged or truncated",
+        f"cannot be decompressed from here on ({error}): the {kind} file is damaged or truncated",
     )
 
 
 def line_number(file: str, offset: int) -> int:
     """Return the line, from 1, that contains byte ``offset``."""
     newlines = 0
-    with open_bytes(file) as stream, suppress(*GZIP_ERRORS):
+    with open_bytes(file) as stream, suppress(*DAMAGE_ERRORS):
         while offset > 0 and (chunk := stream.read(min(offset, READ_BYTES))):
             newlines += chunk.count(b"\n")
             offset -= len(chunk)
@@ -152,34 +205,37 @@ def read_text(file: str, process: Processor | None = None) -> Document | BadReco
         return BadRecord(file, "byte", 0, str(error))
     except NotUtf8 as error:
         return BadRecord(file, "byte", error.byte, str(error))
-    except GZIP_ERRORS as error:
-        return damaged_gzip(file, 0, error)
+    except DAMAGE_ERRORS as error:
+        return damaged_file(file, 0, error)
 
 
 # ---- JSON lines
 
 
-def estimated_text_bytes(gzip_size: int) -> int:
-    """Estimate the bytes of text in a gzip file of ``gzip_size`` bytes."""
-    return gzip_size * 5 // 2
+def estimated_text_bytes(file: str, size: int) -> int:
+    """Estimate the bytes of text in a compressed file of ``size`` bytes."""
+    return int(size * EXPANSION[os.path.splitext(file)[1]])
 
 
-def num_gzip_spans(size: int) -> int:
-    """Return the number of spans of a gzip file of ``size`` bytes."""
-    return -(-estimated_text_bytes(size) // GZIP_BYTES)
+def num_compressed_spans(file: str, size: int) -> int:
+    """Return the number of spans of a compressed file of ``size`` bytes."""
+    return -(-estimated_text_bytes(file, size) // COMPRESSED_BYTES)
 
 
-def gzip_span(file: str, index: int, num_spans: int) -> Span:
+def compressed_span(file: str, index: int, num_spans: int) -> Span:
     """Return span ``index`` of ``num_spans`` equal ranges of the decompressed bytes.
 
-    The size comes from the last four bytes of the file (ISIZE in RFC 1952: the size of the last
-    member, modulo 2**32). The last span always ends at the end of the file.
+    The size of a gzip file comes from its last four bytes (ISIZE in RFC 1952: the size of the last
+    member, modulo 2**32). Of other files it is estimated. The last span always ends at the end of
+    the file.
     """
-    with open(file, "rb") as stream:
-        stream.seek(max(stream.seek(0, os.SEEK_END) - 4, 0))
-        size = int.from_bytes(stream.read(4), "little")
+    size = num_spans * COMPRESSED_BYTES
+    if file.endswith(".gz"):
+        with open(file, "rb") as stream:
+            stream.seek(max(stream.seek(0, os.SEEK_END) - 4, 0))
+            size = int.from_bytes(stream.read(4), "little")
     stop = _END_OF_FILE if index + 1 == num_spans else size * (index + 1) // num_spans
-    text_bytes = estimated_text_bytes(os.stat(file).st_size) // num_spans
+    text_bytes = estimated_text_bytes(file, os.stat(file).st_size) // num_spans
     return Span(file, size * index // num_spans, stop, text_bytes)
 
 
@@ -219,8 +275,8 @@ def lines_of(span: Span) -> Iterator[tuple[int, bytes | BadRecord]]:
                 if line.strip():
                     yield offset, line
                 offset += len(line)
-    except GZIP_ERRORS as error:
-        yield offset, damaged_gzip(span.file, offset, error)
+    except DAMAGE_ERRORS as error:
+        yield offset, damaged_file(span.file, offset, error)
 
 
 class _NoText(Exception):

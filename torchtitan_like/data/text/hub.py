@@ -7,12 +7,11 @@ resumed run must read the data with which it started.
   others wait. A marker file then records that the download is complete, so that later starts need
   no network.
 - `list_files` requests only names and sizes, once. `Listing.fetch` downloads one file into a folder
-  that keeps a few files. It decompresses gzip files, so that any offset can be read directly.
+  that keeps a few files. It decompresses files, so that any offset can be read directly.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import logging
 import os
@@ -32,7 +31,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.text.formats import GZIP_ERRORS
+from torchtitan_like.data.text.formats import DAMAGE_ERRORS, is_compressed, open_bytes
 from torchtitan_like.util.file_lock import file_lock
 from torchtitan_like.util.files import write_atomically
 
@@ -74,20 +73,16 @@ class Listing:
         with _locked(lock):
             if not file.exists():
                 self._delete_oldest()
-                name = self._hub_name(file)
+                name = self.name_of(file)
                 _unless_ending(
                     lambda: _retry(f"{name} of {self.path}", lambda: self._download(name, file))
                 )
             os.utime(file)  # mark it as the most recent request
 
-    def is_gzip(self, file: Path) -> bool:
-        """Return True if ``file`` is compressed with gzip on the Hub."""
-        return self._hub_name(file).endswith(".gz")
-
-    def _hub_name(self, file: Path) -> str:
-        """Return the name on the Hub."""
+    def name_of(self, file: Path) -> str:
+        """Return the name on the Hub, where ``file`` may be compressed."""
         name = file.relative_to(self.folder)
-        return str(name.with_suffix("") if name.stem.endswith(".gz") else name)
+        return str(name.with_suffix("") if is_compressed(name.stem) else name)
 
     def _delete_oldest(self) -> None:
         files = [file for file in self.sizes if file.exists()]
@@ -113,7 +108,7 @@ class Listing:
         if size != self.sizes[file]:
             download.unlink()
             raise OSError(f"{name} has {size:,} bytes, expected {self.sizes[file]:,}")
-        if self.is_gzip(file):
+        if is_compressed(name):
             download = _decompress(download, f"{name} of {self.path}")
         download.replace(file)
 
@@ -146,18 +141,20 @@ def list_files(path: str, folder: Path) -> Listing:
 
 def _local_name(name: str) -> str:
     """Return the local name of a file: ``a.json.gz`` is decompressed to ``a.json.gz.json``."""
-    return name + (PurePosixPath(name[:-3]).suffix or ".unpacked") if name.endswith(".gz") else name
+    if not is_compressed(name):
+        return name
+    return name + (PurePosixPath(name).with_suffix("").suffix or ".unpacked")
 
 
 def _decompress(file: Path, subject: str) -> Path:
-    """Replace a gzip file by its content. Raises DataError if it is damaged."""
+    """Replace a compressed file by its content. Raises DataError if it is damaged."""
     target = file.with_name(f"{file.name}.unpacked")
     try:
-        with gzip.open(file) as stream, target.open("wb") as out:
+        with open_bytes(str(file)) as stream, target.open("wb") as out:
             shutil.copyfileobj(stream, out, 2**20)
-    except GZIP_ERRORS as error:
+    except DAMAGE_ERRORS as error:
         raise DataError(
-            f"{subject} cannot be decompressed ({error}). Expected a gzip file, but it is damaged "
+            f"{subject} cannot be decompressed ({error}). Expected a compressed file, but it is damaged "
             "on the Hub: exclude it with another pattern"
         ) from error
     file.unlink()
