@@ -237,6 +237,8 @@ class Trainer:
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self._compare_warm_start()
         self.validation_sets = data.validation_sets
+        for validation_set in self.validation_sets.values():
+            validation_set.is_interrupted = requests.has_stop
         self.bytes_of_token = data.bytes_of_token
         if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
             self.bytes_of_token = torch.zeros_like(data.bytes_of_token)

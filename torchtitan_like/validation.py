@@ -78,10 +78,13 @@ def _until_stop(
     batches: Iterable[Batch], exchange_requests: Callable[[], PendingSum]
 ) -> Iterator[Batch]:
     agreement = None
-    for batch in batches:
+
+    def check() -> None:
         if agreement is not None and first_stop(decode_requests(agreement.wait())) is not None:
             raise ValidationInterrupted
+
+    for batch in batches:
+        check()
         agreement = exchange_requests()
         yield batch
-    if agreement is not None:
-        agreement.wait()
+    check()  # another rank may have had no last batch

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from tests.distributed.parity import LR, build, options, release, short_documents
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.launch import main, read_config, run
 from torchtitan_like.resilience.position import RankPosition
-from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
@@ -288,6 +289,46 @@ def test_stop_request_interrupts_validation(tmp_path):
         "an interrupted validation has no loss"
     )
     assert len(read_rows(tmp_path / "run/metrics.jsonl")) <= 5
+
+
+def validate_with_a_late_batch(argv, late_batch):
+    """Validate; the last rank is asked to stop while it waits for a batch. Return the rows."""
+    trainer = build(argv)
+    (batches,) = trainer.validation_sets.values()
+    read, rows = batches._read, []
+
+    def late_reader():
+        for number, batch in enumerate(read()):
+            if number == late_batch and trainer.world.rank == trainer.world.size - 1:
+                trainer.requests.add(Request.TERMINATE)
+                raise ReadInterrupted
+            yield batch
+
+    batches._read = late_reader
+    trainer.metrics.validation = lambda *row: rows.append(row)
+    trainer.validate(0)
+    num_batches, has_stop = len(batches), trainer.requests.has_stop()
+    release(trainer)
+    return len(rows), num_batches, has_stop
+
+
+@pytest.mark.parametrize("late_batch", [0, 3, 9, 10])
+@pytest.mark.parametrize("layout", ["data_parallel_shard", "tensor_parallel"])
+def test_a_late_validation_batch_does_not_hold_up_a_stop(tmp_path, late_batch, layout):
+    """All ranks end the validation together, also at its first and last batch; 10 is after it."""
+    changes = {
+        f"parallelism.{layout}_degree": 2,
+        "training.local_batch_size": 4 if layout == "data_parallel_shard" else 8,
+        "validation.enable": "true",
+        "validation.steps": 20 if layout == "data_parallel_shard" else 10,
+        "validation.seq_len": 32,
+        "validation.local_batch_size": 2,
+        "validation.dataset": "shakespeare_validation",
+    }
+    argv = options(str(tmp_path / "run"), "float32", **changes)
+    first, last = run_ranks(validate_with_a_late_batch, 2, argv, late_batch)
+    is_late = late_batch < 10
+    assert first == (not is_late, 10, False) and last == (not is_late, 10, is_late)
 
 
 def test_grace_period_too_short_for_a_checkpoint_is_logged_once(tmp_path):

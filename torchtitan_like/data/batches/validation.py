@@ -8,13 +8,14 @@ token-weighted mean of their loss, do not depend on n.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from torchtitan_like.data.batches.batch import Batch, Plan
 from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
+from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 
 if TYPE_CHECKING:
@@ -51,13 +52,23 @@ class ValidationBatches:
         self.num_samples = min(samples.num_samples, self.num_batches * local_batch_size)
         joined = JoinedSamples([samples])
         batches = PlannedBatches(joined, local_batch_size, with_positions=with_positions)
-        self._read = make_reader(batches, self._plans, dataloader)
+        # Returns True if the run is to stop. The batches from a late one on are then empty.
+        self.is_interrupted: Callable[[], bool] = lambda: False
+        self._batches = batches
+        self._read = make_reader(batches, self._plans, dataloader, lambda: self.is_interrupted())
 
     def __len__(self) -> int:
         return math.ceil(self.num_batches / self._dp_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._read()
+        """Yield the batches. After an interruption, yield empty ones until all ranks stop together."""
+        try:
+            yield from self._read()
+        except ReadInterrupted:
+            rows = np.zeros(self._local_batch_size, np.int64)
+            empty = self._batches[Plan(rows + NO_SAMPLE, rows, 0, 0)]
+            while True:
+                yield empty
 
     def _plans(self) -> Iterator[Plan]:
         size = self._local_batch_size
