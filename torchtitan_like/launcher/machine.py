@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -36,9 +37,34 @@ def inspect_machine(environ: Mapping[str, str]) -> Machine:
         host=os.uname().nodename.partition(".")[0],
         num_cores=_count_cores(),
         gpu_list=gpu_list,
-        num_nvidia_gpus=count_visible(len(gpu_list), environ.get("CUDA_VISIBLE_DEVICES")),
+        num_nvidia_gpus=_count_nvidia_gpus(len(gpu_list), environ),
         num_amd_gpus=_count_amd_gpus(environ),
     )
+
+
+# Prints the number of devices that CUDA sees.
+ASK_DRIVER = """
+import ctypes
+cuda, count = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
+assert cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0
+print(count.value)
+"""
+
+
+def _count_nvidia_gpus(num_gpus: int, environ: Mapping[str, str]) -> int:
+    """Return the number of NVIDIA devices that ranks see.
+
+    Only the driver knows what a name such as GPU-8932f937 or MIG-<uuid> selects. It shows no more
+    than one part of a divided GPU to a process. Without a driver, each name counts.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if num_gpus and visible is not None and any(character.isalpha() for character in visible):
+        asked = subprocess.run(
+            [sys.executable, "-c", ASK_DRIVER], env=environ, capture_output=True, text=True
+        )
+        if asked.returncode == 0:
+            return int(asked.stdout)
+    return count_visible(num_gpus, visible)
 
 
 def count_visible(num_gpus: int, visible: str | None) -> int:

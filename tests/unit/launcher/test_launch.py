@@ -366,6 +366,27 @@ def test_several_machines_use_all_gpus_by_default(
     assert read_options(options | {"nnodes": "1"}, {}, node).num_ranks == 1
 
 
+LIBCUDA = """
+int cuInit(unsigned flags) { return 0; }
+int cuDeviceGetCount(int *count) { *count = 1; return 0; }
+"""
+
+
+def test_the_driver_counts_named_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It shows one of two parts of a divided GPU. Indices need no driver."""
+    (tmp_path / "cuda.c").write_text(LIBCUDA)
+    library = tmp_path / "libcuda.so.1"
+    subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "cuda.c"], check=True)
+    monkeypatch.setattr(machine, "_list_gpus", lambda: ["GPU 0: H100", "GPU 1: H100"])
+    environment = {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "MIG-1f2e,MIG-3d4c"}
+    assert machine.inspect_machine(environment).num_nvidia_gpus == 1
+    environment["CUDA_VISIBLE_DEVICES"] = "0,1"
+    assert machine.inspect_machine(environment).num_nvidia_gpus == 2
+    library.write_text("no library")
+    environment["CUDA_VISIBLE_DEVICES"] = "MIG-1f2e,MIG-3d4c"
+    assert machine.inspect_machine(environment).num_nvidia_gpus == 2
+
+
 @pytest.mark.parametrize(
     ("visible", "num_gpus"),
     [
