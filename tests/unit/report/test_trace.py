@@ -74,7 +74,9 @@ def test_a_step_on_a_gpu_is_divided_into_four_parts(tmp_path: Path) -> None:
     lines = list(trace_lines(analysis))
     assert "     8     0      95.00      56.00      14.00       5.00      20.00" in lines
     assert "exposed by kind, ms per step and rank: AllGather 10.00, ReduceScatter 4.00" in lines
-    assert lines[3] == "gap of 17.00 ms on rank 0 in step 8, 43.00 ms after its start"
+    mean = "compute 56.00 ms, exposed communication 14.00 ms, idle 20.00 ms"
+    assert f"mean of a step and rank: {mean}" in lines
+    assert lines[4] == "gap of 17.00 ms on rank 0 in step 8, 43.00 ms after its start"
 
 
 def test_a_step_starts_when_its_gpu_has_finished_the_step_before(tmp_path: Path) -> None:

@@ -90,6 +90,14 @@ def trace_lines(analysis: Analysis) -> Iterator[str]:
         yield f"{step:>6}{times.rank:>6}" + "".join(f"{part / 1000:>11.2f}" for part in parts)
     by_kind = Counter[str]()
     steps = analysis.steps()
+    compute, exposed, idle = (
+        sum(getattr(times, name) for _, times in steps) / max(len(steps), 1) / 1000
+        for name in ("compute", "exposed", "idle")
+    )
+    yield (
+        f"mean of a step and rank: compute {compute:.2f} ms, exposed communication {exposed:.2f} ms, "
+        f"idle {idle:.2f} ms"
+    )
     for _, times in steps:
         by_kind.update(times.by_kind)
     shown = [(kind, time / len(steps)) for kind, time in by_kind.most_common(MAX_KINDS) if time]
