@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 from contextlib import redirect_stdout
@@ -20,8 +21,11 @@ from torchtitan_like.cli.hardware import add_hardware, load_hardware
 from torchtitan_like.cli.progress import ProgressLine
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.units import GIB
 
 NOTHING_FITS = 1
+# Of mixed-precision AdamW: weight 4 + 2, gradient 4, states 8; and a quarter more for activations.
+QUICK_BYTES, QUICK_FACTOR = 18, 1.25
 EXAMPLE = "titan plan debug_model.toml --world-size 2 --gpu h100-80g"
 
 
@@ -50,6 +54,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FOLDER",
         help="draw memory, streams and pipeline as FOLDER/*.svg (extra `plot`)",
+    )
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="only divide 18 bytes x parameters x 1.25 by the GPU's memory",
     )
     add_json_flag(parser)
     parser.add_argument("-h", "--help", action=HelpWithSettings)
@@ -104,6 +113,9 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         return os.EX_CONFIG
     if warnings:
         show_error(report(warnings))
+    if arguments.quick:
+        print(_quick_estimate(config, gpu))
+        return 0
     num_stages = config.parallelism.pipeline_parallel_degree
     stage = arguments.rank_of_stage
     if stage != "all" and not (stage.isdecimal() and int(stage) < num_stages):
@@ -116,6 +128,18 @@ def _dry_run(arguments: argparse.Namespace) -> int:
         show_error("-o: expected a plan of all stages: leave --rank-of-stage out")
         return FAILED
     return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
+
+
+def _quick_estimate(config: Any, gpu: Any) -> str:
+    from torchtitan_like.models.spec import get_spec, resolve_args
+
+    spec = get_spec(config.model.name)
+    num = spec.num_params(resolve_args(spec, config.model.flavor, config.model.args))
+    gpus = num * QUICK_BYTES * QUICK_FACTOR / (gpu.memory_gib * GIB)
+    return (
+        f"{num:,} parameters x {QUICK_BYTES} bytes x {QUICK_FACTOR} / {gpu.memory_gib:g} GiB = "
+        f"{gpus:.2f}: at least {math.ceil(gpus)} of {gpu.name}"
+    )
 
 
 def _print_plan(

@@ -75,3 +75,11 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     assert written.fullest > written.reserved > written.active > 0
     assert written.settings["parallelism.pipeline_parallel_degree"] == 2
     assert written.settings["world_size"] == 4
+
+
+def test_the_quick_estimate_needs_no_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["llama3_8b.toml", "--world-size", "8", "--gpu", "h100-80g", "--quick"]
+    assert titan(["plan", *words]) == 0
+    assert capsys.readouterr().out == (
+        "8,030,261,248 parameters x 18 bytes x 1.25 / 79.1 GiB = 2.13: at least 3 of h100-80g\n"
+    )
