@@ -138,7 +138,7 @@ def _quick_estimate(config: Any, gpu: Any) -> str:
     gpus = num * QUICK_BYTES * QUICK_FACTOR / (gpu.memory_gib * GIB)
     return (
         f"{num:,} parameters x {QUICK_BYTES} bytes x {QUICK_FACTOR} / {gpu.memory_gib:g} GiB = "
-        f"{gpus:.2f}: at least {math.ceil(gpus)} of {gpu.name}"
+        f"{gpus:.2f}: at least {math.ceil(gpus)} GPUs ({gpu.name})"
     )
 
 

@@ -81,5 +81,5 @@ def test_the_quick_estimate_needs_no_dry_run(capsys: pytest.CaptureFixture[str])
     words = ["llama3_8b.toml", "--world-size", "8", "--gpu", "h100-80g", "--quick"]
     assert titan(["plan", *words]) == 0
     assert capsys.readouterr().out == (
-        "8,030,261,248 parameters x 18 bytes x 1.25 / 79.1 GiB = 2.13: at least 3 of h100-80g\n"
+        "8,030,261,248 parameters x 18 bytes x 1.25 / 79.1 GiB = 2.13: at least 3 GPUs (NVIDIA H100 SXM, 80 GB)\n"
     )
