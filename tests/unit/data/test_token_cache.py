@@ -733,3 +733,15 @@ def test_other_readers_see_an_unchanged_data_folder(corpus: Path) -> None:
     assert list(dataset["text"]) == [
         f"{part}.{number} to be or not to be" for part in range(3) for number in range(20)
     ]
+
+
+def test_names_that_are_not_utf_8_are_part_of_the_identity(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    folders = []
+    for name in (b"\xff.jsonl", b"\xfe.jsonl"):
+        folder = tmp_path / f"data-{len(folders)}"
+        write_jsonl(folder / "a.jsonl", ["to be or not to be"])
+        os.rename(folder / "a.jsonl", os.path.join(os.fsencode(folder), name))
+        folders.append(cache(folder, tokenizer).folder.name)
+    assert folders[0] != folders[1]

@@ -117,7 +117,7 @@ def _file_identities(corpus: Corpus) -> dict[str, Any]:
     state = xxhash.xxh3_128()
     for name, file in zip(corpus.relative_names(), corpus.files, strict=True):
         size, time_ns = corpus.size_and_time(file)
-        state.update(f"{name}\0{size}\0{time_ns}\0".encode())
+        state.update(f"{name}\0{size}\0{time_ns}\0".encode(errors="surrogateescape"))
     return {"count": len(corpus.files), "hash": state.hexdigest()}
 
 
