@@ -715,7 +715,7 @@ class Trainer:
         self.heartbeat.start()
         with profiling as profiler:
             self.read_batch = profiler.annotate(DATA_WAIT, self.read_batch)
-            following, is_warmup = self.fetch(first_step), True
+            following, is_warmup, last_profiled = self.fetch(first_step), True, 0
             while True:
                 agreement = following.agreement.wait()
                 requests = agreement.requests
@@ -768,7 +768,9 @@ class Trainer:
                     if self.overflow is not None:
                         self.overflow.evaluate()
                     self.metrics.log(step, self._expert_row())
-                profiler.step()
+                if step > last_profiled:  # a step that runs again is in the profile of the next one
+                    profiler.step()
+                    last_profiled = step
                 if is_warmup:
                     self._finish_warmup()
                     is_warmup = False
