@@ -12,7 +12,7 @@ from tests.harness.runner import ROOT
 @pytest.mark.nightly
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_the_harness_reports_rates_of_fsdp_and_ddp(replicas: int) -> None:
-    """Timed assertions would fail on shared machines; docs/guides/parallelism.md has the ratio."""
+    """No rate is asserted: these machines are shared and noisy."""
     words = ["--ranks", "2", "--rounds", "1", "--case", "XS", "--"]
     words += ["--parallelism.data_parallel_replicate_degree", str(replicas)]
     done = subprocess.run(

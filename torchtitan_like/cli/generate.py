@@ -200,7 +200,12 @@ def _print(prompts: list[Prompt], completions: Completions, *, as_json: bool) ->
             }
         )
     else:
-        print("\n\n".join(prompt.text + completion.text for prompt, completion in each))
+        text = "\n\n".join(prompt.text + completion.text for prompt, completion in each)
+        # A file or a pipe gets the text itself, a terminal no control characters.
+        is_terminal = sys.stdout.isatty()
+        print(
+            text, file=sys.stdout if is_terminal else getattr(sys.stdout, "unescaped", sys.stdout)
+        )
     show_error(
         f"{completions.num_tokens:,} tokens in {completions.seconds:.2f} s: "
         f"{completions.tokens_per_second:,.1f} tokens per second"
