@@ -30,6 +30,7 @@ REPLACED = {
     "--vocab-size 2048": "--vocab-size 300",
     "titan download ": "titan download --dry-run ",
     "titan train llama3_1b.toml --nproc 8": "titan check llama3_1b.toml --world-size 8",
+    "--world-size 64 --training": "--world-size 64",  # the tokenizer is on the Hub
     "/shared/run1": "outputs",
     "/shared/text": "my_text.jsonl",
     "/data/my_text.jsonl": "my_text.jsonl",
