@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.harness.extents import verify_file
 from tests.harness.hf_weights import to_external
-from tests.harness.rank_pool import GROUP_TIMEOUT, run_ranks
+from tests.harness.rank_pool import GROUP_TIMEOUT, kill_all_pools, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import consolidate as consolidate_module
@@ -41,6 +41,13 @@ SHAPES_OF = {
     "layers.0.w": (1025, 1537), "layers.2.w": (700, 1000), "layers.10.w": (999, 1001),
     "layers.10.b": (3,), "one": (1, 1),
 }  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _new_pools_for_other_tests():
+    """Consolidation makes groups of some ranks, and torch names later groups by their number."""
+    yield
+    kill_all_pools()
 
 
 @lru_cache
