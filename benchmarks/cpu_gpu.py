@@ -2,8 +2,9 @@
 
     python -m benchmarks.cpu_gpu [--only llama3,gpt_oss] [--workers 12] [--steps 5]
 
-Prints a line for each run as it ends: the largest relative difference of loss and gradient norm, and
-its limit. Runs that no CPU can do, or that must not change a number, are compared with another case.
+Prints a line for each run as it ends: the largest relative difference of loss and gradient norm,
+and its limit. Runs that no CPU can do, or that must not change a number, are compared with another
+case.
 Returns the number of runs that failed or differ. Without a GPU both sides run on the CPU.
 """
 
@@ -131,7 +132,7 @@ def last_error(folder: Path) -> str:
 
 
 def compare(names: list[str], folder: Path, workers: int, steps: int) -> int:
-    """Run the cases and print a line for each. Return the number of those that are wrong."""
+    """Run the cases, and print a line for each. Return how many failed or differ."""
     wrong = 0
     needed = dict.fromkeys(CASES[name].equals or name for name in names)
     with ThreadPoolExecutor(workers) as pool:

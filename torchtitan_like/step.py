@@ -91,30 +91,22 @@ class StepRunner:
             self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
         num_valid = max(1, num_valid)
-        num_passes = 0 if self.gradient_check is None else self.gradient_check.num_passes(step)
+        check = self.gradient_check
+        if check is None or not check.num_passes(step):
+            return self._run_micro_batches(batch, local, num_valid), local
+        # With one micro-batch, or a pipeline, which runs all of them, the step itself is a pass.
         is_one_pass = self.model.pipeline is not None or len(batch.first_samples) == 1
-        for _ in range(num_passes - is_one_pass):
-            self._check_pass(batch, local, num_valid)
-        losses = self._run_micro_batches(batch, local, num_valid)
-        if num_passes and is_one_pass:
-            self._keep_pass()
-        return losses, local
-
-    def _check_pass(self, batch: Batch, local: Tokens, num_valid: int) -> None:
-        """Compute the gradients of the first micro-batch for the check, and forget them.
-
-        A pipeline runs all its micro-batches.
-        """
         first = replace(batch, first_samples=batch.first_samples[:1])
-        self._run_micro_batches(first, local, num_valid)
-        self._keep_pass()
-        self.optimization.optimizer.zero_grad()
-        if self.balancer is not None:
-            self.balancer.forget_choices()
-
-    def _keep_pass(self) -> None:
-        assert self.gradient_check is not None
-        self.gradient_check.add_pass()
+        for _ in range(check.num_passes(step) - is_one_pass):
+            self._run_micro_batches(first, local, num_valid)
+            check.add_pass()
+            optimizer.zero_grad()
+            if self.balancer is not None:
+                self.balancer.forget_choices()
+        losses = self._run_micro_batches(batch, local, num_valid)
+        if is_one_pass:
+            check.add_pass()
+        return losses, local
 
     def update(self, num_valid: int, *, is_logged: bool, is_trusted: bool = True) -> Update:
         """Clip the gradients, and update the weights unless the gate skips it.

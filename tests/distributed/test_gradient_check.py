@@ -1,4 +1,4 @@
-"""Passes over the same micro-batch are compared bit for bit on every layout, without a trace in the run."""
+"""Passes over one micro-batch are compared bit for bit on every layout, and leave no trace."""
 
 import pytest
 import torch

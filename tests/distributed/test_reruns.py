@@ -1,4 +1,4 @@
-"""A step whose gradient norm is out of all proportion runs again, and the run ends as if it had run once."""
+"""A step with a high gradient norm runs again, and the run ends as if it had run once."""
 
 import pytest
 

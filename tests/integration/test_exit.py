@@ -83,7 +83,7 @@ def test_signal_during_startup_gives_the_code_of_the_signal(text, tmp_path, ngpu
         "code": code,
         "step": None,
     }, output
-    # torchrun tells of its own signal; `titan train` reads the code in exit.json.
+    # torchrun returns the signal that it received; `titan train` returns the code in exit.json.
     assert process.returncode == (code if ngpu == 1 else 128 + signum), output
     assert "before the first step" in output
     assert not list(folder.glob("checkpoint/step-*"))

@@ -273,9 +273,9 @@ class Resilience(Section):
     )
     on_high_norm: Literal["auto", "rerun", "accept"] = field(
         "auto",
-        "A step whose gradient norm is above 20 times the median of the last steps. rerun: its update "
-        "is not made, and the same samples run again; a second high norm is accepted. accept: it "
-        "updates like any other. auto: rerun for models with experts.",
+        "A step whose gradient norm is above 20 times the median of the last steps. rerun: its "
+        "update is not made, and the same samples run again; a second high norm is accepted. "
+        "accept: it updates like any other. auto: rerun for models with experts.",
     )
     first_high_norm: float = field(
         1000.0,
@@ -292,9 +292,9 @@ class Resilience(Section):
     )
     verify_gradients_freq: int = field(
         1000,
-        "Compute the gradients of a micro-batch twice every this many steps, and compare their bits. "
-        "A difference is handled like a non-finite step (on_nonfinite). 0: never. Without effect if "
-        "the backward updates the weights (optimizer.early_step_in_backward).",
+        "Compute the gradients of a micro-batch twice every this many steps, and compare their "
+        "bits. A difference is handled like a non-finite step (on_nonfinite). 0: never. Without "
+        "effect if the backward updates the weights (optimizer.early_step_in_backward).",
         ge=0,
     )
 

@@ -86,9 +86,11 @@ def generate(
         capacity = min(context, len(prompts[indices[-1]]) + num_tokens)
         with CachedModel(model, len(indices), capacity) as cached:
             logits = _prefill(cached, [prompts[index] for index in indices])
-            vocabulary = set(range(logits.shape[-1]))
-            unknown = [] if known_ids is None else sorted(vocabulary.difference(known_ids))
-            reasons |= _continue(cached, logits, indices, sampling, add, unknown)
+            unknown = torch.zeros(logits.shape[-1], dtype=torch.bool)
+            if known_ids is not None:
+                unknown[:] = True
+                unknown[[token for token in known_ids if token < len(unknown)]] = False
+            reasons |= _continue(cached, logits, indices, sampling, add, unknown.to(logits.device))
     return [Continuation(ids[index], reasons[index]) for index in range(len(prompts))]
 
 
@@ -98,18 +100,18 @@ def _continue(
     indices: list[int],
     sampling: Sampling,
     add: Callable[[int, int], FinishReason | None],
-    unknown: list[int],
+    unknown: Tensor,
 ) -> dict[int, FinishReason]:
     """Choose tokens until all texts have ended. Return why, by index of the prompt.
 
     logits: after the prompts (rows, vocab). indices: the prompt of each row. add: appends a token
-    to a prompt, and returns why the text ends, if it does. unknown: tokens that are not sampled.
+    to a prompt, and returns why the text ends, if it does. unknown: (vocab,), True for
+    tokens that are not sampled.
     """
     reasons: dict[int, FinishReason] = {}
     for token_index in count():
         uniform = uniform_numbers(sampling.seed, indices, token_index)
-        logits[:, unknown] = -torch.inf
-        tokens = choose_tokens(logits, sampling, uniform)
+        tokens = choose_tokens(logits.masked_fill(unknown, -torch.inf), sampling, uniform)
         remaining = []
         for row, (index, token) in enumerate(zip(indices, tokens.tolist(), strict=True)):
             reason = add(index, token)

@@ -1,4 +1,4 @@
-"""Compute the same gradients twice and compare them, to detect kernels and devices that compute wrongly."""
+"""Compute the same gradients twice and compare them, to detect kernels and devices that fail."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.resilience.replicas import bits_hash, local_elements
+from torchtitan_like.resilience.replicas import bits_hash, first_names, local_elements
 
 logger = logging.getLogger()
 
@@ -28,16 +28,12 @@ class WrongGradientsError(Exception):
 
     def __init__(self, step: int, by_rank: dict[int, list[str]]) -> None:
         self.by_rank = by_rank
-        places = [
-            f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''} "
-            f"on rank {rank}"
-            for rank, names in by_rank.items()
-        ]
+        places = [f"{first_names(names)} on rank {rank}" for rank, names in by_rank.items()]
         super().__init__(
             f"Two passes of step {step} over the same samples gave different gradients: "
             f"{'; '.join(places[:8])}{' ...' if len(places) > 8 else ''}. Expected equal bits: a "
-            "kernel, a GPU or its memory has failed. The update of the step was not made. Check the "
-            "machine of the rank (titan node check), and start again without it"
+            "kernel, a GPU or its memory has failed. The update of the step was not made. Check "
+            "the machine of the rank (titan node check), and start again without it"
         )
 
 
@@ -118,7 +114,7 @@ class GradientCheck:
         if self._bounds:
             num = len(self._named)
             logger.info(
-                f"Gradient check: {num - len(differing)} of {num} gradients are "
-                f"equal in {NUM_MEASURED} passes; the norms of the others may differ by at most "
-                f"{max(self._bounds.values()):.1e} of themselves (their kernels are not deterministic)"
+                f"Gradient check: {num - len(differing)} of {num} gradients are equal in "
+                f"{NUM_MEASURED} passes. The kernels of the others are not deterministic: their norms "
+                f"may differ by at most {max(self._bounds.values()):.1e} of themselves"
             )

@@ -81,9 +81,9 @@ class UpdateGate(Generic[Progress]):
     Frozen updates keep the weights until the host notices, two steps later, and all ranks stop.
     With `on_spike = "skip"`, spikes of the norm are skipped as well. They never freeze updates.
 
-    With `can_hold`, from `start_holding` on, a finite norm above `HIGH_NORM` times the median of the last steps (above
-    `resilience.first_high_norm` before there are `FEWEST_NORMS`) holds the updates of its step and of
-    those after it, until the host calls `release` and runs these steps again.
+    With `can_hold`, from `start_holding` on, a finite norm above `HIGH_NORM` times the median of the
+    last steps (above `resilience.first_high_norm` before there are `FEWEST_NORMS`) holds the updates
+    of its step and of those after it, until the host calls `release` and runs these steps again.
 
     device: of the gradient norm. progress: before the first step. state: of `state_dict`, or empty.
     """
@@ -107,9 +107,12 @@ class UpdateGate(Generic[Progress]):
         num_in_a_row = float(state.get("nonfinite_in_a_row", 0))
         self._nonfinite_in_a_row = torch.full((), num_in_a_row, device=device)
         self._is_frozen = self._is_held = torch.zeros((), device=device)
-        self._can_hold, self._holds, self._accepts_next = can_hold, False, False
+        self._can_hold = can_hold
+        self._holds = False
+        self._accepts_next = False
         self._first_limit = torch.full((), section.first_high_norm, device=device)
-        self._norm, self._limit = self._is_held, self._first_limit
+        self._norm = self._is_held
+        self._limit = self._first_limit
         self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
         self.record(progress)
 
@@ -144,9 +147,13 @@ class UpdateGate(Generic[Progress]):
         return skip
 
     def _hold(self, norm: torch.Tensor, is_nonfinite: torch.Tensor) -> None:
-        """Hold updates from this step on if its norm is too high. The step after `release` is accepted."""
+        """Hold updates from this step on if its norm is too high.
+
+        The step after `release` is accepted.
+        """
         assert self._norms is not None
-        self._norm, self._limit = norm, self._first_limit
+        self._norm = norm
+        self._limit = self._first_limit
         if self._norms.num_added >= FEWEST_NORMS:
             self._limit = HIGH_NORM * self._norms.median()
         if not self._accepts_next:

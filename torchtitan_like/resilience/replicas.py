@@ -114,9 +114,13 @@ def differences(
             names_by_ranks.setdefault((faulty, has_majority), []).append(name)
     lines = []
     for (faulty, has_majority), names in names_by_ranks.items():
-        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         plural = "s" if len(faulty) > 1 else ""
         suffix = "" if has_majority else " (no majority: one of them)"
         ranks_text = ", ".join(map(str, faulty))
-        lines.append(f"{', '.join(names[:5])}{more} on rank{plural} {ranks_text}{suffix}")
+        lines.append(f"{first_names(names)} on rank{plural} {ranks_text}{suffix}")
     return lines
+
+
+def first_names(names: Sequence[str]) -> str:
+    """Return the first five names, and the number of the others."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,4 +1,4 @@
-"""Run steps again whose updates `UpdateGate` holds, because a gradient norm is out of all proportion."""
+"""Run steps again whose updates `UpdateGate` holds because of a high gradient norm."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Reruns(Generic[Input]):
         self._newest.append(inputs)
 
     def repeat(self, held: HeldStep, num_steps: int, following: Input) -> None:
-        """Return the inputs of the last `num_steps` steps, and `following`, again from `next_input`."""
+        """Let `next_input` return the inputs of the last `num_steps` steps, and `following`."""
         self._again.extendleft([following, *list(self._newest)[::-1][:num_steps]])
         self._newest.clear()
         self._held[held.progress.step + 1] = held

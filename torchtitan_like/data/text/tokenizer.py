@@ -31,6 +31,7 @@ import re
 from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -302,28 +303,15 @@ class _HuggingFaceTokenizer(Tokenizer):
 
     def _encode_by_library(self, texts: Sequence[str]) -> list[array[int]]:
         # encode_batch_fast, without offsets, is its fastest function, also for one text.
-        try:
+        with _library_errors(self.path, texts[0]):
             encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
-        except BaseException as error:
-            if _is_signal(error):
-                raise
-            raise DataError(
-                f"{self.path} cannot encode the document that begins with {texts[0][:40]!r}: {error}. "
-                "Expected text for its expressions: remove the document, or split it"
-            ) from error
         return [array("I", encoding.ids) for encoding in encoded]
 
     def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
         self._inner.encode_special_tokens = False
         try:
-            return list(self._inner.encode(text, add_special_tokens=adds_specials).ids)
-        except BaseException as error:
-            if _is_signal(error):
-                raise
-            raise DataError(
-                f"{self.path} cannot encode the text that begins with {text[:40]!r}: {error}. "
-                "Expected text for its expressions: change it"
-            ) from error
+            with _library_errors(self.path, text):
+                return list(self._inner.encode(text, add_special_tokens=adds_specials).ids)
         finally:
             self._inner.encode_special_tokens = True
 
@@ -349,8 +337,9 @@ class _TiktokenTokenizer(Tokenizer):
         import tiktoken
 
         self.path = str(file)
-        self._ranks = ranks = _read_ranks(file)
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        content = file.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        self._ranks = ranks = _read_ranks(file, content)
         specials = _special_tokens(folder, file, ranks, is_llama3=sha256 == LLAMA3_RANKS)
         pattern = _word_pattern(folder, file, sha256)
         try:
@@ -398,9 +387,19 @@ class _TiktokenTokenizer(Tokenizer):
         return counts
 
 
-def _is_signal(error: BaseException) -> bool:
-    """Return False for an Exception and for a panic of Rust code, which is none."""
-    return not isinstance(error, Exception) and type(error).__name__ != "PanicException"
+@contextmanager
+def _library_errors(path: str, text: str) -> Iterator[None]:
+    """Convert an error of the library that encodes `text`, also a panic, into a DataError."""
+    try:
+        yield
+    except BaseException as error:
+        # A panic of Rust code is no Exception, and neither is KeyboardInterrupt.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise DataError(
+            f"{path} cannot encode the text that begins with {text[:40]!r}: {error}. Expected text "
+            "for its expressions: remove it, or split it"
+        ) from error
 
 
 def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] | None:
@@ -528,10 +527,10 @@ def _bos_and_eos(folder: Path, ids: dict[str, int]) -> tuple[int | None, int | N
     return look_up("bos_token", _BOS_NAMES), look_up("eos_token", _EOS_NAMES)
 
 
-def _read_ranks(file: Path) -> dict[bytes, int]:
-    """Read a tiktoken file. Each line has a token's bytes in base64, a blank, and its rank (id)."""
+def _read_ranks(file: Path, content: bytes) -> dict[bytes, int]:
+    """Read the content of a tiktoken file. Each line has a token's bytes in base64, a blank, and its rank (id)."""
     ranks: dict[bytes, int] = {}
-    for number, line in enumerate(file.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(content.splitlines(), start=1):
         if not line.strip():
             continue
         try:
@@ -563,8 +562,8 @@ def _word_pattern(folder: Path, file: Path, sha256: str) -> str:
     if pattern is not None:
         given = f"{config} has pat_str = {pattern!r}"
     raise TokenizerError(
-        f"{given}. Expected a text as pat_str in {config}: set it to the expression in the code of the "
-        f"tokenizer, or to one of {', '.join(RANK_FILE_PATTERNS)}"
+        f"{given}. Expected a text as pat_str in {config}: set it to the expression in the code of "
+        f"the tokenizer, or to one of {', '.join(RANK_FILE_PATTERNS)}"
     )
 
 
