@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-CHECKPOINT = ROOT / "tests/assets/checkpoints/v2/step-3"
+CHECKPOINT = ROOT / "tests/assets/checkpoints/v3/step-3"
 NUM_CHECKPOINTS = 20
 NUM_STEPS = 1000
 LIMIT = 0.5  # CPU seconds

@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import consolidate as consolidate_module
 from torchtitan_like.checkpoint.hf import export as export_module
-from torchtitan_like.checkpoint.hf.consolidate import FULL_SHAPES, consolidate
+from torchtitan_like.checkpoint.hf.consolidate import consolidate
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
@@ -526,11 +526,9 @@ def test_mapping_assigns_tensors_to_files(tmp_path):
     )
 
 
-def shard(folder, number, name, start, values, full=None, metadata=None):
+def shard(folder, number, name, start, values, metadata=None):
     """Write a shard file with one 1-D tensor."""
     metadata = metadata or {"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": [start]}})}
-    if full is not None:
-        metadata[FULL_SHAPES] = json.dumps({name: [full]})
     layout = lay_out(
         f"shard-{number:05d}-model-00001-of-00001.safetensors",
         [(name, "F32", (len(values),))],
@@ -544,31 +542,22 @@ def shard(folder, number, name, start, values, full=None, metadata=None):
 def test_inconsistent_shards_are_rejected_before_any_write(tmp_path):
     """The output folder does not exist after the error."""
     cases = {
-        "hole": ([(1, 0, 2, None), (2, 3, 2, None)], None, r"w\[2:3\] is missing"),
-        "overlap": ([(1, 0, 3, None), (2, 2, 2, None)], None, r"w\[2:3\] is stored more than once"),
-        "twice": ([(1, 0, 2, None), (2, 0, 2, None)], None, "contain the same part of w"),
-        "last": ([(1, 0, 2, 4)], None, r"w\[2:4\] is missing"),
-        "number": ([(1, 0, 2, None), (3, 2, 2, None)], None, "lacks the file of shard 2"),
+        "hole": ([(1, 0, 2), (2, 3, 2)], None, r"w\[2:3\] is missing"),
+        "overlap": ([(1, 0, 3), (2, 2, 2)], None, r"w\[2:3\] is stored more than once"),
+        "twice": ([(1, 0, 2), (2, 0, 2)], None, "contain the same part of w"),
+        "number": ([(1, 0, 2), (3, 2, 2)], None, "lacks the file of shard 2"),
         "empty": ([], None, "contains no .*safetensors"),
-        "unknown": ([(1, 0, 2, None)], {"w": 1, "v": 2}, r"the folder lacks 1 tensors \(v\)"),
-        "unnamed": ([(1, 0, 2, None)], {}, r"the mapping lacks 1 tensors \(w\)"),
+        "unknown": ([(1, 0, 2)], {"w": 1, "v": 2}, r"the folder lacks 1 tensors \(v\)"),
+        "unnamed": ([(1, 0, 2)], {}, r"the mapping lacks 1 tensors \(w\)"),
     }
     for case, (shards, mapping, words) in cases.items():
         source = tmp_path / case
         source.mkdir()
-        for number, start, count, full in shards:
-            shard(source, number, "w", start, [1.0] * count, full)
+        for number, start, count in shards:
+            shard(source, number, "w", start, [1.0] * count)
         with pytest.raises(CheckpointError, match=words):
             consolidate(source, tmp_path / f"{case}-out", mapping)
         assert not (tmp_path / f"{case}-out").exists()
-
-
-def test_shards_with_full_shapes_are_merged(tmp_path):
-    """Exports of earlier versions wrote full shapes into their shards."""
-    for number, start in ((1, 0), (2, 2)):
-        shard(tmp_path, number, "w", start, [1.0 + start, 2.0 + start], full=4)
-    consolidate(tmp_path, tmp_path / "out")
-    assert load(tmp_path / "out")["w"].tolist() == [1, 2, 3, 4]
 
 
 def test_truncated_shard_is_rejected(tmp_path):

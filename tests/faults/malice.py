@@ -91,8 +91,8 @@ def write_module(marker: Path) -> None:
 WriteCheckpoint = Callable[[Path, Any], Path]
 
 
-def _native(folder: Path, version: int) -> tuple[Path, Metadata]:
-    step = shutil.copytree(ASSETS / f"v{version}" / "step-3", folder / "step-3")
+def _native(folder: Path) -> tuple[Path, Metadata]:
+    step = shutil.copytree(ASSETS / "v3/step-3", folder / "step-3")
     return step, pickle.loads((step / ".metadata").read_bytes())
 
 
@@ -100,17 +100,16 @@ def _seal(step: Path, metadata: Any) -> Path:
     """Write `.metadata`, and a new manifest with the hashes of the changed files."""
     (step / ".metadata").write_bytes(pickle.dumps(metadata))
     manifest = read_manifest(step)
-    if manifest is not None and "files" in manifest:
-        files = {name: dataclasses.asdict(record_file(step / name)) for name in manifest["files"]}
-        (step / "manifest.json").unlink()
-        unchanged = {key: value for key, value in manifest.items() if key not in ("self", "files")}
-        write_manifest(step, {**unchanged, "files": files})
+    assert manifest is not None
+    files = {name: dataclasses.asdict(record_file(step / name)) for name in manifest["files"]}
+    (step / "manifest.json").unlink()
+    write_manifest(step, {**manifest, "files": files})
     return step
 
 
-def _metadata(version: int, change: Callable[[Metadata, Any], Any]) -> WriteCheckpoint:
+def _metadata(change: Callable[[Metadata, Any], Any]) -> WriteCheckpoint:
     def write(folder: Path, payload: Any) -> Path:
-        step, metadata = _native(folder, version)
+        step, metadata = _native(folder)
         return _seal(step, change(metadata, payload) or metadata)
 
     return write
@@ -128,22 +127,17 @@ def _as_dtype(metadata: Metadata, payload: Any) -> None:
     metadata.state_dict_metadata["model.norm.weight"].properties.dtype = payload
 
 
-def _item(version: int, name: str) -> WriteCheckpoint:
+def _item(name: str) -> WriteCheckpoint:
     """Replace item `name` with a payload written by `torch.save`."""
 
     def write(folder: Path, payload: Any) -> Path:
-        step, metadata = _native(folder, version)
+        step, metadata = _native(folder)
         index = next(index for index in metadata.storage_data if index.fqn == name)
         storage_info = metadata.storage_data[index]
         saved = _torch_save(payload)
-        file = "shard-00000.bin" if version == 2 else storage_info.relative_path
-        offset = _append(step / file, saved)
-        metadata.storage_data[index] = (
-            (file, offset, len(saved))
-            if version == 2
-            else dataclasses.replace(
-                storage_info, relative_path=file, offset=offset, length=len(saved)
-            )
+        offset = _append(step / storage_info.relative_path, saved)
+        metadata.storage_data[index] = dataclasses.replace(
+            storage_info, offset=offset, length=len(saved)
         )
         return _seal(step, metadata)
 
@@ -212,19 +206,14 @@ def _state(payload: Any) -> dict[str, Any]:
 
 
 LOCATIONS: dict[str, WriteCheckpoint] = {
-    "native: .metadata as a whole": _metadata(3, lambda metadata, payload: payload),
-    "native: planner data": _metadata(3, _set("planner_data")),
-    "native: storage meta": _metadata(3, _set("storage_meta")),
-    "native: version": _metadata(3, _set("version")),
-    "native: an entry": _metadata(3, _as_entry),
-    "native: a dtype": _metadata(3, _as_dtype),
-    "native: a string": _item(3, "lr_scheduler.json"),
-    "native: the position": _item(3, "train_state.json"),
-    "format 2: a string": _item(2, "lr_scheduler.json"),
-    "format 1: .metadata as a whole": _metadata(1, lambda metadata, payload: payload),
-    "format 1: storage meta": _metadata(1, _set("storage_meta")),
-    "format 1: a string": _item(1, "lr_scheduler.json"),
-    "format 1: a tensor": _item(1, "model.norm.weight"),
+    "native: .metadata as a whole": _metadata(lambda metadata, payload: payload),
+    "native: planner data": _metadata(_set("planner_data")),
+    "native: storage meta": _metadata(_set("storage_meta")),
+    "native: version": _metadata(_set("version")),
+    "native: an entry": _metadata(_as_entry),
+    "native: a dtype": _metadata(_as_dtype),
+    "native: a string": _item("lr_scheduler.json"),
+    "native: the position": _item("train_state.json"),
     "foreign: planner data": _foreign(
         lambda folder, metadata, payload: setattr(metadata, "planner_data", payload)
     ),

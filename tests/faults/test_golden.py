@@ -1,6 +1,6 @@
-"""Stored checkpoints of every format version load with their original content.
+"""A stored checkpoint loads with its original content.
 
-The code of that version wrote `tests/assets/checkpoints/v<version>/step-3`.
+An earlier state of the code wrote `tests/assets/checkpoints/v3/step-3`.
 `python -m tests.faults.test_golden FOLDER` writes a new step to FOLDER with the same command, on
 2 replicas.
 """
@@ -21,14 +21,10 @@ from tests.harness.runner import ROOT, run_trainer, trainer_command, trainer_env
 from torchtitan_like.checkpoint.step_folders import FORMAT_VERSION
 from torchtitan_like.cli import main as titan
 
-VERSIONS = (1, 2, 3)
+GOLDEN = ASSETS / "v3/step-3"
 # Hash of all names and values in the step: weights, optimizer, schedule, data position, progress.
-CONTENT = {
-    1: "6fa5b993402a7ce66d501e11f1592201",
-    2: "6fa5b993402a7ce66d501e11f1592201",
-    3: "0b066b578ec5bd7cbc3d9ec9c2101725",  # other initial weights, and more in the data position
-}
-LOSSES = {1: (4.9, 6.0), 2: (4.9, 6.0), 3: (3.8, 4.4)}  # range of the following steps
+CONTENT = "0b066b578ec5bd7cbc3d9ec9c2101725"
+LOSSES = (3.8, 4.4)  # range of the following steps
 # Digests of the data of the following steps, equal on any machine.
 DIGESTS = [
     "63e45a53091fa7fa",
@@ -54,33 +50,23 @@ ARGUMENTS = """
 """.split()
 
 
-def golden(version: int) -> Path:
-    return ASSETS / f"v{version}" / "step-3"
+def test_the_stored_checkpoint_has_the_current_format() -> None:
+    manifest = json.loads((GOLDEN / "manifest.json").read_text())
+    assert manifest["format_version"] == FORMAT_VERSION
+    assert sum(path.stat().st_size for path in GOLDEN.iterdir()) < 100_000
 
 
-def test_every_checkpoint_version_has_an_example() -> None:
-    assert VERSIONS == tuple(range(1, FORMAT_VERSION + 1))
-    for version in VERSIONS:
-        assert (
-            json.loads((golden(version) / "manifest.json").read_text())["format_version"] == version
-        )
-        assert sum(path.stat().st_size for path in golden(version).iterdir()) < 100_000
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_stored_checkpoint_has_its_original_content(version: int, tmp_path: Path) -> None:
-    shutil.copytree(golden(version), tmp_path / "checkpoint" / "step-3")
-    loaded = start_one_rank(tmp_path, golden(version))
+def test_stored_checkpoint_has_its_original_content(tmp_path: Path) -> None:
+    shutil.copytree(GOLDEN, tmp_path / "checkpoint" / "step-3")
+    loaded = start_one_rank(tmp_path, GOLDEN)
     assert loaded.step == 3, loaded.output
-    assert loaded.content == CONTENT[version]
-    assert ("cannot be verified" in loaded.output) == (version == 1), loaded.output
+    assert loaded.content == CONTENT
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-def test_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> None:
+def test_run_resumes_from_a_stored_checkpoint(tmp_path: Path) -> None:
     """Two ranks wrote the checkpoint; one rank resumes."""
     outputs = tmp_path / "outputs"
-    shutil.copytree(golden(version), outputs / "checkpoint" / "step-3")
+    shutil.copytree(GOLDEN, outputs / "checkpoint" / "step-3")
     changes = [
         f"--job.dump_folder={outputs}",
         "--training.steps=8",
@@ -92,25 +78,22 @@ def test_run_resumes_from_a_stored_checkpoint(version: int, tmp_path: Path) -> N
     assert [row["data_digest"] for row in result.metrics] == DIGESTS
     assert result.metrics[-1]["data_digest_chain"] == LAST_CHAIN
     assert result.metrics[-1]["n_tokens_seen"] == 8 * 64
-    low, high = LOSSES[version]
+    low, high = LOSSES
     assert all(low < row["loss"] < high for row in result.metrics)
 
 
-@pytest.mark.parametrize("version", VERSIONS)
 def test_commands_read_a_stored_checkpoint(
-    version: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    step = golden(version)
-    assert titan(["ckpt", "show", str(step)]) == 0
-    assert f"format_version: {version}" in capsys.readouterr().out
-    assert titan(["ckpt", "verify", str(step)]) == 0
-    verified = "not verified, because format 1" if version == 1 else "intact"
-    assert verified in capsys.readouterr().out
+    assert titan(["ckpt", "show", str(GOLDEN)]) == 0
+    assert f"format_version: {FORMAT_VERSION}" in capsys.readouterr().out
+    assert titan(["ckpt", "verify", str(GOLDEN)]) == 0
+    assert "intact" in capsys.readouterr().out
     for to in ("native", "hf", "dcp", "pt"):
         copy = tmp_path / to
-        assert titan(["ckpt", "convert", str(step), str(copy), "--to", to]) == 0
+        assert titan(["ckpt", "convert", str(GOLDEN), str(copy), "--to", to]) == 0
         capsys.readouterr()
-        titan(["ckpt", "diff", str(step), str(copy)])
+        titan(["ckpt", "diff", str(GOLDEN), str(copy)])
         assert "11 of 11 common tensors are equal bit for bit" in capsys.readouterr().out, to
 
 

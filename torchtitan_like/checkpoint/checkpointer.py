@@ -258,9 +258,7 @@ class Checkpointer:
         def find() -> Start | None:
             if not self._is_export_missing(start):
                 return None
-            stored = start.with_manifest()
-            assert stored.manifest is not None
-            return stored if stored.manifest["format_version"] > 1 else None
+            return start.with_manifest()
 
         stored = self._on_leader(find)
         if stored is None:

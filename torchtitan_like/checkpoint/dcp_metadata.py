@@ -230,13 +230,14 @@ def list_entries(folder: Path) -> StoredEntries:
     Raises CheckpointError; DamagedError if the bytes differ from the bytes that were written.
     """
     file = folder / METADATA
-    records = file_records(read_manifest(folder) or {})
-    if records and METADATA not in records:
-        raise DamagedError(
-            f"{file} is not recorded in the manifest. Expected a record of every file: copy the "
-            "step again"
-        )
-    if records:
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        records = file_records(manifest)
+        if METADATA not in records:
+            raise DamagedError(
+                f"{file} is not recorded in the manifest. Expected a record of every file: copy the "
+                "step again"
+            )
         check_sizes(folder, {METADATA: records[METADATA]})
         content = bytearray(records[METADATA].size)
         with ExtentSource(file, records[METADATA]) as source:
@@ -339,10 +340,7 @@ def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
             raise _damage(file, f"it describes an item as {type(entry).__name__}")
     files: set[str] = set()
     for index, location in metadata.storage_data.items():
-        if type(location) is tuple and len(location) == 3:  # of a native step of version 2
-            path, offset, length = location
-        else:
-            path, offset, length = location.relative_path, location.offset, location.length
+        path, offset, length = location.relative_path, location.offset, location.length
         is_typed = type(path) is str and type(offset) is int and type(length) is int
         if type(index) is not classes["MetadataIndex"] or not is_typed or offset < 0 or length < 0:
             raise _damage(file, "it stores an item at an invalid position")

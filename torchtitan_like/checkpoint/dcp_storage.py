@@ -8,9 +8,6 @@ torch reads such a step too, with its own reader, which does not verify the hash
 Each rank with items writes one file, such as `shard-00000.bin`. Items follow each other, aligned to
 64 bytes and padded with zeros. A tensor is stored as the archive of `tensor_archive.py`, any other
 item as the bytes of the planner, which `torch.save` wrote. `.metadata` is DCP's pickle.
-
-Format version 2 stored tensors without the archive, and tuples (file name, offset in bytes, length
-in bytes) as storage data in `.metadata`. It is read too.
 """
 
 from __future__ import annotations
@@ -217,8 +214,11 @@ class ExtentReader(StorageReader):
         stored = self.read_metadata().storage_data
         by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
         for item in plan.items:
-            name, offset, length = _content(stored[item.storage_index], item.type)
-            by_file.setdefault(name, []).append((offset, length, item))
+            storage = stored[item.storage_index]
+            # The content of a tensor starts with its elements.
+            skipped = 0 if item.type == LoadItemType.BYTE_IO else HEADER_BYTES
+            entry = (storage.offset + skipped, storage.length - skipped, item)
+            by_file.setdefault(storage.relative_path, []).append(entry)
         for name, items in sorted(by_file.items()):
             items.sort(key=lambda entry: entry[0])
             tensors = [
@@ -272,18 +272,6 @@ class ExtentReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return False  # DCP must not reuse the reader for another folder
-
-
-def _content(stored: Any, item_type: LoadItemType) -> tuple[str, int, int]:
-    """Return the file, offset and length in bytes of an item's content, by its storage data.
-
-    The content of a tensor starts with its elements.
-    """
-    if not isinstance(stored, _StorageInfo):  # of format version 2
-        name, offset, length = stored
-        return name, offset, length
-    skipped = 0 if item_type == LoadItemType.BYTE_IO else HEADER_BYTES
-    return stored.relative_path, stored.offset + skipped, stored.length - skipped
 
 
 def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlanner) -> None:

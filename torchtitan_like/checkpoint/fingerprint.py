@@ -13,9 +13,6 @@ import torch
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
 
-# Key in checkpoints of earlier versions -> key.
-RENAMED = {"vector level": "cpu capability"}
-
 
 def numeric_fingerprint(
     config: JobConfig, device: torch.device, layout: Mapping[str, int]
@@ -63,17 +60,12 @@ def numeric_fingerprint(
 
 
 def compare(stored: Mapping[str, str], current: Mapping[str, str]) -> list[str]:
-    """Return each difference as text, such as `threads 1 -> 2`. Either may have earlier names."""
-    stored, current = _with_current_names(stored), _with_current_names(current)
+    """Return each difference as text, such as `threads 1 -> 2`."""
     return [
         f"{name} {stored.get(name, 'none')} -> {current.get(name, 'none')}"
         for name in dict.fromkeys((*stored, *current))
         if stored.get(name) != current.get(name)
     ]
-
-
-def _with_current_names(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    return {RENAMED.get(name, name): value for name, value in fingerprint.items()}
 
 
 def resume_line(

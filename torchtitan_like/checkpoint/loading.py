@@ -78,28 +78,18 @@ def _load_step(
 ) -> None:
     """Load a native step, which is full or holds only the weights."""
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader, verify_rest
-    from torchtitan_like.checkpoint.unpickle import CheckedReader
 
     path = start.path
     assert path is not None and start.manifest is not None
-    reader: Any
-    if start.manifest["format_version"] == 1:
-        logger.warning(
-            f"{path} has format 1, which has no hashes. Its content cannot be verified. To create "
-            "a checkpoint with hashes, save a new one"
-        )
-        reader = CheckedReader(path)
-        to_verify = {}
-    else:
-        records = file_records(start.manifest)
-        reader = ExtentReader(path, records)
-        # The reader verifies what it reads. Small files are always verified as a whole.
-        to_verify = {
-            name: record
-            for name, record in records.items()
-            if verify == "full" or not name.startswith("shard-")
-        }
-    votes.run_on_leader(lambda: check_sizes(path, getattr(reader, "records", {})))
+    records = file_records(start.manifest)
+    reader = ExtentReader(path, records)
+    # The reader verifies what it reads. Small files are always verified as a whole.
+    to_verify = {
+        name: record
+        for name, record in records.items()
+        if verify == "full" or not name.startswith("shard-")
+    }
+    votes.run_on_leader(lambda: check_sizes(path, records))
     loaded: Mapping[str, Mapping[str, Any]] = {}
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
@@ -107,8 +97,7 @@ def _load_step(
         load_upcycled(start, states["model"].state_dict(), votes, identity, reader=reader)
     else:
         loaded = _read_entries(start, states, votes, reader)
-    if to_verify:
-        votes.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
+    votes.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
     for key, entries in loaded.items():
         states[key].load_state_dict(dict(entries))
 

@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.step_folders import (
     numbered_folders,
     read_manifest,
 )
-from torchtitan_like.util.run_directory import CONFIG, MANIFEST, step_name
+from torchtitan_like.util.run_directory import MANIFEST, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
@@ -135,11 +135,8 @@ def decide_start(
 
 def _resume(step: StepFolder, reason: str) -> Start:
     """Return a start from a full step, with its configuration in the manifest."""
-    manifest, config = step.manifest, step.path / CONFIG
-    if manifest["format_version"] == 1 and config.exists():
-        # Format 1 stores the configuration only in this file.
-        manifest = {**manifest, "config": config.read_text(encoding="utf-8")}
-    return Start("resume", step.step, step.path, reason, manifest.get("seed"), manifest=manifest)
+    seed = step.manifest.get("seed")
+    return Start("resume", step.step, step.path, reason, seed, manifest=step.manifest)
 
 
 def _nonfinite_after(folder: Path, step: int) -> str:

@@ -28,9 +28,7 @@ from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import INTEGER, TEXT, check_kinds, parse_json, read_text
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
 
-# Format 1 lacks "files" and "self": it is read without verification. In format 2, only this program
-# can read the tensors of native steps.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 3  # the only one that is read
 HF_EXPORTS = "hf"  # folder of the exports, below the one of the checkpoints
 # Keys that `write_manifest` and `StepWriter` set. All others are the run's summary.
 MANIFEST_OWN_KEYS = {
@@ -76,7 +74,7 @@ def read_manifest(path: Path) -> Manifest | None:
     """Return the manifest of a folder, or None if the folder is not a checkpoint of this program.
 
     Raises DamagedError if the manifest is damaged. Raises CheckpointError if it cannot be read, for
-    example without permission, or if a newer version wrote it. The step is then still good.
+    example without permission, or if it has another format. The step is then still good.
     """
     file = path / MANIFEST
     try:
@@ -112,27 +110,23 @@ def read_manifest(path: Path) -> Manifest | None:
             f"{file} is damaged: it lacks keys. Expected an object with format_version, kind and "
             f"step: {REMEDY}"
         )
-    if manifest["format_version"] != 1 or "self" in manifest:
-        newer = (
-            isinstance(manifest["format_version"], int)
-            and manifest["format_version"] > FORMAT_VERSION
+    if manifest.pop("self", None) != _hash(manifest):
+        raise DamagedError(
+            f"{file} is damaged: its content has another hash. Expected the one in its key "
+            f"self: {REMEDY}"
         )
-        if manifest.pop("self", None) != _hash(manifest):
-            raise DamagedError(
-                f"{file} is damaged: its content has another hash. Expected the one in its key "
-                f"self: {REMEDY}"
-            )
-        if newer:
-            raise CheckpointError(
-                f"{file} has format_version {manifest['format_version']}, of a newer version of "
-                f"this program. Expected at most {FORMAT_VERSION}: use that version to read it"
-            )
+    version = manifest["format_version"]
+    if type(version) is int and version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{file} has format_version {version}. Expected {FORMAT_VERSION}: read it with the "
+            "version of this program that wrote it"
+        )
     try:
         check_kinds(manifest, _KINDS)
         check_kinds(manifest.get("data") or {}, {"position": INTEGER})
     except (AttributeError, ValueError) as error:
         raise DamagedError(f"{file} is damaged: {error}. Expected other types: {REMEDY}") from error
-    _check_files(file, manifest.get("files", {}))
+    _check_files(file, manifest.get("files"))
     return manifest
 
 
@@ -283,7 +277,7 @@ def nonfinite_states(folder: Path) -> list[Path]:
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:
-    """Return the record of each file of a step. Empty for format_version 1."""
+    """Return the record of each file of a step. Empty without a readable manifest."""
     return {
         name: FileRecord(f["size"], tuple(f["extents"]))
         for name, f in manifest.get("files", {}).items()

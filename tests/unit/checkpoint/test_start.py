@@ -223,17 +223,6 @@ def test_unused_steps_are_logged(decide: Any) -> None:
     assert str(start).endswith(f"shard-00000.bin has 50 bytes. Expected 100: {REMEDY}")
 
 
-def test_the_first_format_includes_its_configuration(tmp_path: Path) -> None:
-    (tmp_path / "step-5").mkdir()
-    (tmp_path / "step-5" / MANIFEST).write_text(
-        '{"format_version": 1, "kind": "full", "step": 5, "seed": 3}'
-    )
-    (tmp_path / "step-5" / "config.toml").write_text(CONFIG)
-    (start,) = decide_start(section(), tmp_path, LAST_STEP, ASSETS)
-    assert (start.kind, start.step, start.seed) == ("resume", 5, 3)
-    assert start.manifest is not None and start.manifest["config"] == CONFIG
-
-
 def test_a_finished_run_is_extended_from_its_newest_full_step(tmp_path: Path) -> None:
     """A weights-only checkpoint at the old last step is renamed, not resumed."""
     make_steps(tmp_path, "5", "10w")

@@ -113,8 +113,8 @@ WITHOUT_TORCH = [
     ("torchtitan_like", "plan search --help"),
     ("torchtitan_like", "plan compare --help"),
     ("torchtitan_like", "data tiny model --help"),
-    ("torchtitan_like", "ckpt ls tests/assets/checkpoints/v2"),
-    ("torchtitan_like", "ckpt show tests/assets/checkpoints/v2/step-3"),
+    ("torchtitan_like", "ckpt ls tests/assets/checkpoints/v3"),
+    ("torchtitan_like", "ckpt show tests/assets/checkpoints/v3/step-3"),
     ("torchtitan_like", "ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"),
 ]
 

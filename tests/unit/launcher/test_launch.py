@@ -159,7 +159,7 @@ def publish_step(shell: Shell, step: int) -> Path:
     folder = shell.folder / "outputs" / "checkpoint" / f"step-{step}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(
-        json.dumps({"format_version": 1, "kind": "full", "step": step})
+        json.dumps({"format_version": 3, "kind": "full", "step": step})
     )
     return folder
 

@@ -377,7 +377,7 @@ def publish(config: dict, step: int) -> None:
     folder = Path(config["job"]["dump_folder"]) / f"checkpoint/step-{step}"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text(
-        json.dumps({"format_version": 1, "kind": "full", "step": step})
+        json.dumps({"format_version": 3, "kind": "full", "step": step})
     )
 
 

@@ -51,21 +51,17 @@ from torchtitan_like.util.reading import parse_json
 logger = logging.getLogger()
 
 SHARDING_INFO = "DCP_SHARDING_INFO"  # torch's key: {name: {"saved_offsets": [...]}} as JSON
-# {name: shape} as JSON. Earlier versions of this program wrote it into the shards of an export. It
-# reveals that the last shard of a tensor is missing.
-FULL_SHAPES = "full_shapes"
 NUM_THREADS = 5
 EXTENTS_PER_ROUND = 4  # of each thread, between two checks for failures of other ranks
 
 
 @dataclass(frozen=True)
 class ShardFile:
-    """The header of one shard file. `shapes`: full shapes, if the file stores them."""
+    """The header of one shard file."""
 
     path: Path
     entries: dict[str, Entry]
     boxes: dict[str, Box]
-    shapes: dict[str, tuple[int, ...]]
 
 
 def consolidate(
@@ -190,7 +186,7 @@ def _plan_tensors(shards: Sequence[ShardFile]) -> dict[str, OutputTensor]:
     shapes: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         for name, box in shard.boxes.items():
-            ends = shard.shapes.get(name, tuple(start + count for start, count, _ in box))
+            ends = tuple(start + count for start, count, _ in box)
             shape = shapes.get(name, ends)
             if len(shape) != len(ends):
                 raise CheckpointError(
@@ -352,8 +348,6 @@ def _read_shard(path: Path) -> ShardFile:
             name: tuple(info["saved_offsets"])
             for name, info in parse_json(metadata[SHARDING_INFO]).items()
         }
-        full_shapes = parse_json(metadata.get(FULL_SHAPES, "{}"))
-        shapes = {name: tuple(shape) for name, shape in full_shapes.items()}
         boxes = {
             name: tuple(
                 (start, count, 1) for start, count in zip(offsets[name], entry.shape, strict=True)
@@ -365,4 +359,4 @@ def _read_shard(path: Path) -> ShardFile:
             f"{path}: {SHARDING_INFO} does not match its tensors ({type(error).__name__} {error}). "
             "Expected the offsets of every tensor: copy the file again"
         ) from error
-    return ShardFile(path, entries, boxes, shapes)
+    return ShardFile(path, entries, boxes)

@@ -105,7 +105,7 @@ def _open_dcp(path: Path, stored_format: Format, trust: bool) -> Contents:
     manifest = read_manifest(path) or {}
     records = file_records(manifest)
     reader: Any = (
-        ExtentReader(path, records, trust=trust) if records else CheckedReader(path, trust=trust)
+        ExtentReader(path, records, trust=trust) if manifest else CheckedReader(path, trust=trust)
     )
     with checkpoint_errors(path):
         metadata = reader.read_metadata().state_dict_metadata

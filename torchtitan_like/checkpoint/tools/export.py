@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +19,6 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.tools.convert import Identify
-from torchtitan_like.checkpoint.unpickle import CheckedReader
 from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.util.run_directory import CONFIG
 
@@ -66,8 +64,7 @@ def export_step(
             return output.path
 
         staged = votes.run_on_leader(stage)
-        records = file_records(manifest)
-        reader: Any = ExtentReader(step, records) if records else CheckedReader(step)
+        reader = ExtentReader(step, file_records(manifest))
         stored = reader.read_metadata().state_dict_metadata
         weights = StoredWeights(stored, votes.group.rank, votes.group.size, averaged=averaged)
         reason = "named on the command line"

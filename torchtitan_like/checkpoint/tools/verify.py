@@ -29,7 +29,7 @@ class Verification:
     """The result of one step.
 
     damage         one sentence for every damaged file; empty if the step is intact
-    num_bytes      number of bytes compared with a hash; None without hashes (format 1)
+    num_bytes      number of bytes compared with a hash; None if the manifest is damaged
     unlisted       files in the folder that the manifest does not list
     is_gone        a run deleted or renamed the step during verification
     """
@@ -52,9 +52,7 @@ class Verification:
         if self.unlisted:
             names = ", ".join(self.unlisted)
             lines.append(f"{self.path}: files that are not in the manifest, not verified: {names}")
-        if not self.damage and self.num_bytes is None:
-            lines.append(f"{self.path}: not verified, because format 1 has no hashes")
-        elif not self.damage:
+        if not self.damage:
             lines.append(f"{self.path}: intact, {format_bytes(self.num_bytes or 0)} verified")
         return lines
 
