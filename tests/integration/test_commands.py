@@ -451,7 +451,7 @@ RUNNABLE = (
 
 # Word of a command -> the file of the test that executes such a command.
 EXECUTED_ELSEWHERE = {
-    "--web": "test_web.py",
+    "--every": "test_page.py",
     "my_extensions.py": "test_extensions_guide.py",
     "--ema": "test_ema.py",
     "search": "test_plan_search.py",

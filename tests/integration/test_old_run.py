@@ -35,14 +35,20 @@ def output_of(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 
 
 def test_run_ls(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (summary,) = json.loads(output_of(["run", "ls", str(run), "--json"], capsys))
-    expected = {"state": "bad_numbers", "step": 8, "total_steps": 8, "checkpoint": 5}
+    expected = {
+        "state": "stopped",
+        "reason": "bad_numbers",
+        "step": 8,
+        "total_steps": 8,
+        "checkpoint": 5,
+    }
     assert summary.items() >= expected.items() and summary["num_attempts"] == 2
 
 
 def test_run_watch(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = output_of(["run", "watch", str(run), "--once"], capsys)
     assert "step 8 of 8" in output and "512 tokens" in output
-    assert "ended at step 5: bad_numbers (code 70)" in output
+    assert "stopped: bad_numbers (code 70) at step 5" in output
     assert "1 of 1 ranks in step 5 micro-batch 0 save" in output
 
 

@@ -21,7 +21,7 @@ DAMAGED = 1
 FAILED = 2
 
 
-def add_json_flag(parser: argparse.ArgumentParser) -> None:
+def add_json_flag(parser: argparse._ActionsContainer) -> None:
     """Add `--json`."""
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 

@@ -18,8 +18,6 @@ from torchtitan_like.util.jsonl import to_json_value
 from torchtitan_like.util.pictures import PALETTE
 from torchtitan_like.util.suggestions import nearest
 
-SMOOTHED_LOSS = "loss.smoothed"
-VALIDATION_KEY = "validation."
 MAX_POINTS = 24_000  # on a page, of 8 bytes x 4 numbers, which base64 makes 43 bytes
 MIN_POINTS = 200  # of a curve
 MAX_EVENTS = 400  # of each kind that are drawn
@@ -78,12 +76,10 @@ CHARTS = (
 class Curve:
     """A curve of a chart. All arrays are float64 (rows,).
 
-    key: of its values in metrics.jsonl, or `SMOOTHED_LOSS` or validation.<dataset>.
     is_raw: drawn thin below its smoothed curve. is_dashed: to tell it from others of its color.
     has_markers: few points, each with a marker.
     """
 
-    key: str
     label: str
     color: str
     step: Floats
@@ -94,15 +90,10 @@ class Curve:
     is_dashed: bool = False
     has_markers: bool = False
 
-    def num_nonfinite(self) -> int:
-        """Return the number of infinite values, which cannot be drawn. NaN also means absent."""
-        return int(np.count_nonzero(np.isinf(self.values)))
-
     def thinned(self, max_points: int) -> Curve:
         """Return the curve with the rows that `decimate` chooses."""
         kept = decimate(self.values, max_points)
         return Curve(
-            self.key,
             self.label,
             self.color,
             self.step[kept],
@@ -225,7 +216,7 @@ def _loss_chart(histories: Sequence[History]) -> Chart:
         color = PALETTE[index % len(PALETTE)]
         window = smoothing_window(metrics.num_rows)
         chart.curves.append(_curve(history, "loss", f"{name}train", color, is_raw=True))
-        mean = _curve(history, SMOOTHED_LOSS, f"{name}train, mean of {window} rows", color)
+        mean = _curve(history, "loss", f"{name}train, mean of {window} rows", color)
         mean.values = smoothed_loss(history)
         chart.curves.append(mean)
         chart.curves.append(
@@ -235,7 +226,6 @@ def _loss_chart(histories: Sequence[History]) -> Chart:
             is_only = len(histories) == 1
             chart.curves.append(
                 Curve(
-                    f"{VALIDATION_KEY}{dataset}",
                     f"{name}validation {dataset}".rstrip(),
                     PALETTE[(index + number) % len(PALETTE)] if is_only else color,
                     rows_as_floats(rows, "step"),
@@ -283,7 +273,6 @@ def _curve(
     is_dashed: bool = False,
 ) -> Curve:
     return Curve(
-        key,
         label,
         color,
         history.step,

@@ -44,7 +44,6 @@ def draw(charts: Sequence[Chart], marks: Sequence[EventMarks], *, shows_events: 
         ColumnDataSource(
             {"step": mark.step, "tokens": mark.tokens, "hours": mark.hours, "detail": mark.details},
             name=mark.run,
-            tags=[f"event/{mark.kind}"],
         )
         for mark in marks
     ]
@@ -59,7 +58,6 @@ def draw(charts: Sequence[Chart], marks: Sequence[EventMarks], *, shows_events: 
                     "value": curve.values,
                 },
                 name=curve.label,
-                tags=[f"{number}/{curve.key}"],
             )
             for curve in chart.curves
         ]

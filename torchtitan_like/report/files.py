@@ -117,3 +117,9 @@ def step_seconds(rows: Sequence[Row]) -> list[float]:
     """Return the seconds of each step whose previous step has a row too."""
     pairs = zip(rows, rows[1:], strict=False)
     return [b["time"] - a["time"] for a, b in pairs if b["step"] == a["step"] + 1]
+
+
+def median_step_seconds(rows: Sequence[Row]) -> float | None:
+    """Return the median of `step_seconds`; None if no two rows are neighbors."""
+    seconds = sorted(step_seconds(rows))
+    return seconds[len(seconds) // 2] if seconds else None

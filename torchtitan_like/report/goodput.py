@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_like.report.state import STALL_FACTOR
+
 # Class -> its meaning, in the order of the waterfall.
 CLASSES = {
     "start_up": "start of an attempt until its first step is done",
@@ -26,7 +28,6 @@ CLASSES = {
     "shutdown": "last step until the end of an attempt that stopped by itself",
     "stopped": "between two attempts",
 }
-STALL_FACTOR = 5.0  # a longer step than this many typical steps is a stall
 START_ERROR = 1.5  # seconds; a process's time of start follows from a boot time in whole seconds
 
 Floats = NDArray[np.float64]

@@ -20,7 +20,7 @@ from torchtitan_like.report.recorded import (
     rows_as_floats,
 )
 from torchtitan_like.report.redaction import redact
-from torchtitan_like.report.tolerant import Floats, Row, Table
+from torchtitan_like.report.tolerant import Columns, Floats, Row
 
 LAYOUT_SETTINGS = "parallelism."
 # Settings that describe how a run was started, not what it computes.
@@ -196,7 +196,7 @@ class _Timeline:
             parts.append(_Rows.of(discarded, is_own, ["repeated"] * int(is_own.sum())))
         return _Rows.merge(parts)
 
-    def _owners(self, rows: Table, most: int) -> NDArray[np.int64]:
+    def _owners(self, rows: Columns, most: int) -> NDArray[np.int64]:
         """Return the index of the attempt that wrote each row: the last one that started before it.
 
         Never decreases, because rows are in the order of their steps. most: the largest index.
@@ -237,7 +237,7 @@ class _Rows:
     classes: list[str]
 
     @classmethod
-    def of(cls, columns: Table, is_own: NDArray[np.bool_], classes: list[str]) -> _Rows:
+    def of(cls, columns: Columns, is_own: NDArray[np.bool_], classes: list[str]) -> _Rows:
         """Select rows; those without a time are left out."""
         steps, times = columns.get("step")[is_own], columns.get("time")[is_own]
         has_time = np.isfinite(times)
@@ -278,7 +278,7 @@ def _describe_end(run: RecordedRun, attempt: RecordedAttempt, *, is_newest: bool
     if attempt.error is not None:
         error = attempt.error
         return f"error on rank {error.get('rank')} in phase {error.get('phase')}"
-    return "no end recorded: running or killed" if is_newest else "killed, or ended before training"
+    return run.state.line if is_newest else "killed, or ended before training"
 
 
 # ---- events

@@ -5,12 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torchtitan_like.report.curves import (
     HIDDEN_EVENTS,
@@ -48,87 +49,48 @@ CLASS_COLORS = {
 }
 
 
-def render_page(histories: Sequence[History], *, is_redacted: bool) -> str:
-    """Return the HTML of the report of one or several runs."""
+def render_page(
+    histories: Sequence[History], *, is_redacted: bool, refresh_seconds: float | None = None
+) -> str:
+    """Return the HTML of the report of one or several runs.
+
+    refresh_seconds: the browser reloads the page after this time; None: never.
+    """
+    sections = [(f"Summary of {one.run.name}", _summary(one)) for one in histories]
+    if len(histories) > 1:
+        sections.append(("Comparison", _comparison(histories)))
     charts = build_charts(histories)
     marks = [mark for history in histories for mark in build_marks(history)]
-    drawing = draw(charts, marks, shows_events=len(histories) == 1)
-    names = ", ".join(history.run.name for history in histories)
-    sections = [
-        *summary_sections(histories),
-        *curves_sections(charts, marks, drawing.charts, len(histories) == 1),
-        *detail_sections(histories),
-    ]
-    note = "<p>Environment, paths, host names and log text are left out.</p>" if is_redacted else ""
-    return html_document(
-        names,
-        f"<h1>{escape(names)}</h1>{note}{section_links(sections)}",
-        sections_html(sections),
-        scripts=f"{drawing.scripts}{script('page.js')}",
-    )
-
-
-class Section(NamedTuple):
-    """A section of a page."""
-
-    title: str
-    html: str
-
-
-def summary_sections(histories: Sequence[History]) -> list[Section]:
-    """Return the sections before the curves."""
-    sections = [Section(f"Summary of {one.run.name}", _summary(one)) for one in histories]
-    if len(histories) > 1:
-        sections.append(Section("Comparison", _comparison(histories)))
-    return sections
-
-
-def curves_sections(
-    charts: Sequence[Chart], marks: Sequence[EventMarks], drawn: Sequence[str], shows_events: bool
-) -> list[Section]:
-    """Return the section of the curves, if there are any. drawn: the HTML of each chart."""
-    return [Section("Curves", _curves(charts, marks, drawn, shows_events))] if charts else []
-
-
-def detail_sections(histories: Sequence[History]) -> list[Section]:
-    """Return the sections after the curves, of each run."""
-    sections = []
+    shows_events = len(histories) == 1
+    drawing = draw(charts, marks, shows_events=shows_events)
+    if charts:
+        sections.append(("Curves", _curves(charts, marks, drawing.charts, shows_events)))
     for history in histories:
         suffix = "" if len(histories) == 1 else f" of {history.run.name}"
-        sections += [Section(f"{title}{suffix}", html) for title, html in _details(history) if html]
-    return sections
-
-
-def sections_html(sections: Sequence[Section]) -> str:
-    """Return the sections, with the anchors of `section_links`."""
-    return "".join(
-        f'<section id="s{number}"><h2>{escape(title)}</h2>{html}</section>'
-        for number, (title, html) in enumerate(sections)
-    )
-
-
-def section_links(sections: Sequence[Section]) -> str:
-    """Return links to the sections."""
+        sections += [(f"{title}{suffix}", html) for title, html in _details(history) if html]
     links = "".join(
         f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)
     )
-    return f'<nav aria-label="Sections">{links}</nav>'
+    main = "".join(
+        f'<section id="s{number}"><h2>{escape(title)}</h2>{html}</section>'
+        for number, (title, html) in enumerate(sections)
+    )
+    names = ", ".join(history.run.name for history in histories)
+    note = "<p>Environment, paths, host names and log text are left out.</p>" if is_redacted else ""
+    if refresh_seconds is not None:
+        written = _clock(time.time())
+        note += f"<p>Written at {written} UTC, and again every {refresh_seconds:g} s.</p>"
+    header = f'<h1>{escape(names)}</h1>{note}<nav aria-label="Sections">{links}</nav>'
+    scripts = f"{drawing.scripts}<script>{_asset('page.js')}</script>"
+    return _document(names, header, main, scripts, refresh_seconds)
 
 
-def html_document(
-    title: str,
-    header: str,
-    main: str,
-    *,
-    scripts: str,
-    styles: str = "",
-    sources: str = "'none'",
-    data: str = "",
+def _document(
+    title: str, header: str, main: str, scripts: str, refresh_seconds: float | None
 ) -> str:
     """Return a page that loads nothing from elsewhere, whatever its content is.
 
-    scripts: elements; the browser runs no others. styles: after those of `page.css`. sources: what
-    the scripts may connect to, as in a Content-Security-Policy. data: text for the scripts.
+    scripts: elements; the browser runs no others.
     """
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
@@ -136,26 +98,23 @@ def html_document(
     ]
     policy = (
         f"default-src 'none'; script-src {' '.join(hashes)}; "
-        f"style-src 'unsafe-inline'; img-src data:; connect-src {sources}; base-uri 'none'; "
+        "style-src 'unsafe-inline'; img-src data:; connect-src 'none'; base-uri 'none'; "
         "form-action 'none'"
     )
+    refresh = ""
+    if refresh_seconds is not None:
+        refresh = f'<meta http-equiv="refresh" content="{math.ceil(refresh_seconds)}">'
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{asset('page.css')}{styles}</style></head>"
-        f'<body data-page="{escape(data)}">'
-        f"<header>{header}</header><main>{main}</main>{scripts}</body></html>\n"
+        f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head>"
+        f"<body><header>{header}</header><main>{main}</main>{scripts}</body></html>\n"
     )
 
 
-def script(name: str) -> str:
-    """Return an asset as an element that runs it."""
-    return f"<script>{asset(name)}</script>"
-
-
-def asset(name: str) -> str:
+def _asset(name: str) -> str:
     """Return the text of an asset."""
     return (ASSETS / name).read_text(encoding="utf-8")
 
@@ -168,7 +127,7 @@ def _summary(history: History) -> str:
     loss, tokens = numbers["loss"], numbers["tokens"]
     tiles = [
         ("goodput", _percent(numbers["goodput"])),
-        ("state", numbers["state"]),
+        ("state", history.run.state.line),
         ("step", _of(numbers["step"], numbers["total_steps"])),
         ("tokens", _number(tokens)),
         ("wall time", format_duration(numbers["wall_seconds"])),
@@ -291,7 +250,7 @@ def _curves(
     steps = [step for chart in charts for curve in chart.curves for step in curve.step]
     first, last = int(min(steps)), int(max(steps))
     parts = [
-        '<form class="controls">'
+        '<form class="controls" autocomplete="off">'
         f"<fieldset><legend>Horizontal axis</legend>{axes}</fieldset>"
         '<fieldset><legend>Scale</legend><label><input type="checkbox" id="log">log axes of loss '
         "and gradient norm</label></fieldset>",
@@ -307,7 +266,7 @@ def _curves(
             parts.append("</div>" if section else "")
             parts.append(f'<h3>{escape(chart.section)}</h3><div class="charts">')
             section = chart.section
-        parts.append(f"<figure><figcaption>{chart_caption(chart)}</figcaption>{drawn}</figure>")
+        parts.append(f"<figure><figcaption>{_chart_caption(chart)}</figcaption>{drawn}</figure>")
     parts.append(
         "</div><h3>Values at the step</h3>"
         '<div class="scroll"><table id="values" aria-live="polite"><thead><tr><th>curve</th>'
@@ -322,7 +281,7 @@ def _curves(
     return "".join(parts)
 
 
-def chart_caption(chart: Chart) -> str:
+def _chart_caption(chart: Chart) -> str:
     """Return the chart as text: title, and the first and last value of each curve."""
     unit = f", {escape(chart.unit)}" if chart.unit else ""
     texts = [

@@ -10,7 +10,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -20,11 +21,12 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.config.layers import leaves
+from torchtitan_like.report.files import MAX_ROWS
+from torchtitan_like.report.state import RunState, find_state
 from torchtitan_like.report.tolerant import (
     Columns,
     Floats,
     Row,
-    Table,
     read_columns,
     read_objects,
 )
@@ -125,7 +127,7 @@ class RecordedRun:
 
     name: str
     path: str
-    metrics: Table
+    metrics: Columns
     validation: list[Row]
     events: list[Row]
     evals: list[Row]
@@ -135,6 +137,7 @@ class RecordedRun:
     checkpoints: list[RecordedCheckpoint]
     config: dict[str, Any]
     end: RunEnd | None
+    state: RunState
     problems: list[str]
 
     def hosts(self) -> set[str]:
@@ -142,20 +145,15 @@ class RecordedRun:
         return set().union(*(attempt.hosts for attempt in self.attempts))
 
 
-def read_run(
-    run: Path, read_metrics: Callable[[Path], tuple[Table, list[str]]] = read_columns
-) -> RecordedRun:
-    """Read a run directory. Raises ValueError if `run` is not one.
-
-    read_metrics: returns the rows of metrics.jsonl and the problems.
-    """
+def read_run(run: Path) -> RecordedRun:
+    """Read a run directory. Raises ValueError if `run` is not one."""
     names = (METRICS, EVENTS, CONFIG, ATTEMPTS)
     if not any((run / name).exists() for name in names):
         raise ValueError(
             f"{run} is not the folder of a run: it has none of {', '.join(names)}. "
             "Expected a job.dump_folder. Correct the path."
         )
-    metrics, problems = read_metrics(run / METRICS)
+    metrics, problems = read_columns(run / METRICS)
     validation, more = read_objects(run / VALIDATION, "step")
     problems += more
     events, more = read_objects(run / EVENTS, "event")
@@ -190,8 +188,16 @@ def read_run(
         checkpoints=_read_checkpoints(run, problems),
         config=config,
         end=_read_end(run, problems),
+        state=find_state(run, _newest_steps(metrics), time.time()),
         problems=problems,
     )
+
+
+def _newest_steps(metrics: Columns) -> list[Row]:
+    """Return step and time of the newest rows."""
+    steps, times = metrics.get("step")[-MAX_ROWS:], metrics.get("time")[-MAX_ROWS:]
+    pairs = zip(steps.tolist(), times.tolist(), strict=True)
+    return [{"step": step, "time": time} for step, time in pairs if as_time(time) is not None]
 
 
 def measured_steps(recorded: RecordedRun) -> Measured:

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.report.files import newest_metrics, read_run_config
-from torchtitan_like.report.status import SILENT_SECONDS, format_clock, total_steps
+from torchtitan_like.report.state import UNREADABLE, find_state
+from torchtitan_like.report.status import total_steps
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     CONFIG,
     MANIFEST,
     METRICS,
-    heartbeat_file,
     newest_attempt,
-    read_exit,
     step_name,
     step_number,
 )
+from torchtitan_like.util.units import format_clock
 
 MAX_DEPTH = 3  # of run directories below the given folder
 TAIL_BYTES = 2**16  # of metrics.jsonl: enough for its last row
@@ -30,13 +30,14 @@ TAIL_BYTES = 2**16  # of metrics.jsonl: enough for its last row
 class RunSummary:
     """One run directory.
 
-    state        running, silent (no heartbeat or progress for a minute), or the reason in exit.json
-    updated      Unix time of the newest row or heartbeat
-    checkpoint   the newest step with a manifest
+    state, reason, detail, updated    see `RunState`
+    checkpoint                        the newest step with a manifest
     """
 
     path: str
     state: str
+    reason: str = ""
+    detail: str = ""
     step: int | None = None
     total_steps: int | None = None
     loss: float | None = None
@@ -46,15 +47,16 @@ class RunSummary:
 
     def format_row(self, now: float) -> str:
         """Return the line of `titan run ls`. now: Unix time."""
+        label = f"{self.state}: {self.reason}" if self.reason else self.state
         step = "-" if self.step is None else f"{self.step:,}"
         steps = step if self.total_steps is None else f"{step}/{self.total_steps:,}"
         loss = "-" if self.loss is None else f"{self.loss:.4f}"
         age = "-" if self.updated is None else f"{format_clock(max(0.0, now - self.updated))} ago"
         saved = "-" if self.checkpoint is None else f"step-{self.checkpoint}"
-        return f"{self.path:<32} {self.state:<12} {steps:>15} {loss:>9} {age:>16}  {saved}".rstrip()
+        return f"{self.path:<32} {label:<20} {steps:>15} {loss:>9} {age:>16}  {saved}".rstrip()
 
 
-HEADER = f"{'run':<32} {'state':<12} {'step':>15} {'loss':>9} {'updated':>16}  checkpoint"
+HEADER = f"{'run':<32} {'state':<20} {'step':>15} {'loss':>9} {'updated':>16}  checkpoint"
 
 
 def list_runs(folder: Path, now: float) -> list[RunSummary]:
@@ -94,43 +96,25 @@ def summarize_run(run: Path, now: float) -> RunSummary:
     try:
         config = read_run_config(run)
         rows = newest_metrics(run, TAIL_BYTES)
-    except (OSError, ValueError):
-        return RunSummary(str(run), "unreadable")
+    except (OSError, ValueError) as error:
+        return RunSummary(str(run), UNREADABLE, detail=str(error))
     last: dict[str, Any] = rows[-1] if rows else {}
+    state = find_state(run, rows, now)
     attempt = newest_attempt(run)
-    signs = [run / METRICS, run / CONFIG]
-    if attempt is not None:
-        signs.append(heartbeat_file(attempt, 0))
-    updated = max((time for time in map(_modified, signs) if time is not None), default=None)
     return RunSummary(
         path=str(run),
-        state=_state(run, updated, now),
+        state=state.name,
+        reason=state.reason,
+        detail=state.detail,
         step=last.get("step"),
         total_steps=total_steps(config),
         loss=None if last.get("loss") is None else float(last["loss"]),
-        updated=updated,
+        updated=state.updated,
         checkpoint=_newest_checkpoint(
             run / config.get("checkpoint", {}).get("folder", "checkpoint")
         ),
         num_attempts=0 if attempt is None else int(attempt.name),
     )
-
-
-def _state(run: Path, updated: float | None, now: float) -> str:
-    try:
-        return read_exit(run).reason
-    except FileNotFoundError:
-        is_silent = updated is None or now - updated > SILENT_SECONDS
-        return "silent" if is_silent else "running"
-    except (OSError, ValueError):
-        return "unreadable"
-
-
-def _modified(path: Path) -> float | None:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return None
 
 
 def _newest_checkpoint(folder: Path) -> int | None:

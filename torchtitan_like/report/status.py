@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.report.disk import checkpoints_left, free_space, newest_checkpoint
-from torchtitan_like.report.files import Row, newest_metrics, read_run_config, step_seconds
+from torchtitan_like.report.files import (
+    Row,
+    median_step_seconds,
+    newest_metrics,
+    read_run_config,
+)
+from torchtitan_like.report.state import (
+    RUNNING,
+    SILENT_SECONDS,
+    RunState,
+    find_state,
+    format_ranks,
+)
 from torchtitan_like.util.run_directory import (
     EXIT,
     newest_attempt,
     read_exit,
     read_heartbeats,
 )
-from torchtitan_like.util.units import GIB
+from torchtitan_like.util.units import GIB, format_clock
 
-SILENT_SECONDS = 60.0  # without a heartbeat
-MAX_RANKS_SHOWN = 8
 NO_STEP = "no step has finished yet"
 # Key of a metrics row, digits after the decimal point, unit.
 SPEEDS = (
@@ -91,9 +100,7 @@ def read_progress(run: Path) -> Progress | None:
     """
     total = total_steps(read_run_config(run))
     rows = newest_metrics(run)
-    seconds = sorted(step_seconds(rows))
-    median = seconds[len(seconds) // 2] if seconds else None
-    return Progress(rows, total, median) if rows else None
+    return Progress(rows, total, median_step_seconds(rows)) if rows else None
 
 
 def status_lines(run: Path, now: float) -> list[str]:
@@ -105,7 +112,8 @@ def status_lines(run: Path, now: float) -> list[str]:
     lines = [NO_STEP]
     if progress is not None:
         lines = [progress.position_line(now), progress.loss_line(), *progress.rate_lines()]
-    return [*lines, *end_lines(run), disk_line(run), *heartbeat_lines(run, now)]
+    state = find_state(run, [] if progress is None else progress.rows, now)
+    return [*lines, *state_lines(state), disk_line(run), *heartbeat_lines(run, now)]
 
 
 def disk_line(run: Path) -> str:
@@ -133,15 +141,9 @@ def has_ended(run: Path) -> bool:
     return True
 
 
-def end_lines(run: Path) -> list[str]:
-    """Return a line with the reason why the run ended; no line for a live run."""
-    try:
-        end = read_exit(run)
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError) as error:
-        return [str(error)]
-    return [f"ended at step {end.step}: {end.reason} (code {end.code})"]
+def state_lines(state: RunState) -> list[str]:
+    """Return a line with the reason why the run hangs or has stopped; no line for another run."""
+    return [] if state.name == RUNNING else [state.line]
 
 
 def heartbeat_lines(run: Path, now: float) -> list[str]:
@@ -160,26 +162,9 @@ def heartbeat_lines(run: Path, now: float) -> list[str]:
         age = format_clock(max(0.0, oldest))
         lines.append(
             f"{len(ranks)} of {len(heartbeats)} ranks in {position}, "
-            f"last heartbeat up to {age} ago: {_format_ranks(ranks)}"
+            f"last heartbeat up to {age} ago: {format_ranks(ranks)}"
         )
     silent = [rank for rank, beat in heartbeats.items() if now - beat["time"] > SILENT_SECONDS]
     if silent and not (run / EXIT).exists():
-        lines.append(f"SILENT for more than {SILENT_SECONDS:g} s: ranks {_format_ranks(silent)}")
+        lines.append(f"SILENT for more than {SILENT_SECONDS:g} s: ranks {format_ranks(silent)}")
     return lines
-
-
-def format_clock(seconds: float) -> str:
-    """Return a text such as `3 d 04:05 h`, `4:05 h`, `5:06 min` or `7 s`."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    if days:
-        return f"{days} d {hours:02}:{minutes:02} h"
-    if hours:
-        return f"{hours}:{minutes:02} h"
-    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"
-
-
-def _format_ranks(ranks: Sequence[int]) -> str:
-    more = " ..." if len(ranks) > MAX_RANKS_SHOWN else ""
-    return ", ".join(map(str, ranks[:MAX_RANKS_SHOWN])) + more

@@ -15,14 +15,14 @@ from rich.text import Text
 from torchtitan_like.report.curves import event_detail
 from torchtitan_like.report.files import newest_events
 from torchtitan_like.report.recorded import as_time
-from torchtitan_like.report.runs import summarize_run
+from torchtitan_like.report.state import RUNNING, find_state
 from torchtitan_like.report.status import (
     NO_STEP,
     Progress,
     disk_line,
-    end_lines,
     heartbeat_lines,
     read_progress,
+    state_lines,
 )
 from torchtitan_like.util.output import printable
 
@@ -30,7 +30,7 @@ BARS = "▁▂▃▄▅▆▇█"
 NOT_FINITE = "!"
 SPARKLINE_WIDTH = 60  # characters
 MAX_EVENTS = 5
-STATE_STYLES = {"running": "bold green", "done": "bold green"}
+GOOD_STATES = (RUNNING, "stopped: done")
 
 
 def status_view(run: Path, now: float) -> RenderableType:
@@ -40,15 +40,16 @@ def status_view(run: Path, now: float) -> RenderableType:
     damaged.
     """
     progress = read_progress(run)
-    state = summarize_run(run, now).state
+    state = find_state(run, [] if progress is None else progress.rows, now)
     title = Text(printable(f"{run.resolve().name}  "), style="bold")
-    title.append(printable(state), style=STATE_STYLES.get(state, "bold red"))
+    color = "green" if state.label in GOOD_STATES else "red"
+    title.append(printable(state.label), style=f"bold {color}")
     parts: list[RenderableType] = [title]
     if progress is None:
         parts.append(Text(NO_STEP))
     else:
         parts += _progress_view(progress, now)
-    lines = [*end_lines(run), disk_line(run), *heartbeat_lines(run, now)]
+    lines = [*state_lines(state), disk_line(run), *heartbeat_lines(run, now)]
     parts += [Text(printable(line)) for line in lines]
     parts += [Text(printable(line), style="dim", overflow="ellipsis") for line in _event_lines(run)]
     return Group(*parts)

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,25 +49,12 @@ class SkippedLines:
         ]
 
 
-class Table(Protocol):
+class Columns:
     """Rows as columns of numbers. A missing or non-numeric value is NaN.
 
-    Nested objects have dotted names: `sources.web.loss`.
+    Nested objects have dotted names: `sources.web.loss`. A file of several gigabytes fits into
+    memory as columns.
     """
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows."""
-
-    def names(self) -> list[str]:
-        """Return the names of all columns, in the order of their first value."""
-
-    def get(self, name: str) -> Floats:
-        """Return a column, float64 (rows,)."""
-
-
-class Columns:
-    """A `Table` in memory. A file of several gigabytes fits into memory as columns."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -89,10 +76,6 @@ class Columns:
     def names(self) -> list[str]:
         """Return the names of all columns, in the order of their first value."""
         return list(self._arrays)
-
-    def stored(self) -> Mapping[str, array[float]]:
-        """Return the columns without the missing values at their ends."""
-        return self._arrays
 
     def get(self, name: str) -> Floats:
         """Return a column, float64 (rows,)."""
@@ -126,7 +109,7 @@ def read_columns(file: Path) -> tuple[Columns, list[str]]:
     reader = RowReader(file.name)
     try:
         with file.open("rb") as stream:
-            for block in blocks(stream):
+            for block in _blocks(stream):
                 reader.read(block)
     except FileNotFoundError:
         return reader.columns, []
@@ -143,9 +126,9 @@ class RowReader:
     parsed line by line. The results are equal.
     """
 
-    def __init__(self, name: str, skipped: SkippedLines | None = None) -> None:
+    def __init__(self, name: str) -> None:
         self.columns = Columns()
-        self.skipped = SkippedLines(name) if skipped is None else skipped
+        self.skipped = SkippedLines(name)
         self._kinds: Kinds = {}
         self._is_regular = True  # all values so far are numbers, texts or objects of these
 
@@ -237,28 +220,6 @@ def read_objects(file: Path, key: str | None = None) -> tuple[list[Row], list[st
     return rows, problems
 
 
-def read_tail(file: Path, max_bytes: int) -> list[Row]:
-    """Return the rows with a `step` in the last bytes of a file, oldest first. No file: no rows.
-
-    Raises OSError.
-    """
-    try:
-        with file.open("rb") as stream:
-            start = max(0, stream.seek(0, io.SEEK_END) - max_bytes)
-            stream.seek(start)
-            content = stream.read(max_bytes)
-    except FileNotFoundError:
-        return []
-    return parse_rows(content.partition(b"\n")[2] if start else content)
-
-
-def parse_rows(content: bytes) -> list[Row]:
-    """Return the rows with a `step` in some lines. Others are left out."""
-    rows: list[Row] = []
-    _read_lines(io.BytesIO(content), SkippedLines(""), rows.append, _step_problem)
-    return rows
-
-
 def _step_problem(row: Row) -> str | None:
     step = row.get("step")
     is_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < MAX_STEP
@@ -311,7 +272,7 @@ def _lines(stream: BinaryIO) -> Iterator[bytes]:
         _skip_line(stream, line)
 
 
-def blocks(stream: BinaryIO) -> Iterator[bytes]:
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the lines in blocks of about `BLOCK` bytes. A line of `MAX_LINE` bytes is cut."""
     while block := stream.read(BLOCK):
         if not block.endswith(b"\n"):

@@ -222,13 +222,13 @@ def heartbeat_file(attempt: Path, rank: int) -> Path:
     return attempt / HEARTBEATS / f"rank-{rank}.json"
 
 
-def read_heartbeats(attempt: Path) -> dict[int, dict[str, Any]]:
+def read_heartbeats(attempt: Path, max_ranks: int | None = None) -> dict[int, dict[str, Any]]:
     """Read the heartbeats of an attempt by rank: phase, step, micro_batch, time, host, pid.
 
-    Skips malformed files, because their ranks may be replacing them.
+    Skips malformed files, because their ranks may be replacing them. max_ranks: None reads all.
     """
     heartbeats = {}
-    for rank, path in files_of_ranks(attempt / HEARTBEATS).items():
+    for rank, path in list(files_of_ranks(attempt / HEARTBEATS).items())[:max_ranks]:
         try:
             content = read_json(path)
             check_kinds(content, HEARTBEAT_KINDS)

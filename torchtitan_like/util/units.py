@@ -23,3 +23,15 @@ def format_duration(seconds: float) -> str:
         if seconds >= threshold:
             return f"{seconds / size:.{digits}f} {unit}"
     return f"{seconds:.0f} s"
+
+
+def format_clock(seconds: float) -> str:
+    """Return a text such as `3 d 04:05 h`, `4:05 h`, `5:06 min` or `7 s`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days} d {hours:02}:{minutes:02} h"
+    if hours:
+        return f"{hours}:{minutes:02} h"
+    return f"{minutes}:{rest:02} min" if minutes else f"{rest} s"

@@ -21,6 +21,7 @@ from torchtitan_like.report.files import METRICS_KINDS, newest_rows
 from torchtitan_like.report.runs import list_runs
 from torchtitan_like.resilience.requests import Request
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.util.units import format_clock
 
 NOW = 1_000_000.0
 
@@ -119,7 +120,7 @@ def test_watch_shows_why_a_run_ended(run: Path) -> None:
     write_heartbeat(run, 0, step=11, micro_batch=0, seconds=1e5)
     (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
     text = "\n".join(status.status_lines(run, NOW))
-    assert "ended at step 10: requeue (code 75)" in text and "SILENT" not in text
+    assert "stopped: requeue (code 75) at step 10" in text and "SILENT" not in text
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,7 @@ def test_watch_shows_why_a_run_ended(run: Path) -> None:
     [(7, "7 s"), (306, "5:06 min"), (14_700, "4:05 h"), (273_900, "3 d 04:05 h")],
 )
 def test_format_of_durations(seconds: float, text: str) -> None:
-    assert status.format_clock(seconds) == text
+    assert format_clock(seconds) == text
 
 
 def test_only_the_newest_rows_of_a_long_file_are_read(tmp_path: Path) -> None:
@@ -186,7 +187,7 @@ def test_one_run_with_a_wrong_value_is_unreadable(
     (run / "metrics.jsonl").write_text(f"{wrong}\n")
     code, text = titan_run(capsys, "ls", run.parent)
     states = dict(line.split()[:2] for line in text.splitlines()[1:])
-    assert code == 0 and states == {str(run): "unreadable", str(intact): "silent"}
+    assert code == 0 and states == {str(run): "unreadable", str(intact): "stopped:"}
     code, text = titan_run(capsys, "watch", run, "--once")
     assert code == 2 and "metrics.jsonl is damaged at the line" in text
     assert f"{key} is {str(json.loads(value))[:40]!r}, not a" in text
@@ -226,7 +227,7 @@ def test_damaged_metrics_are_reported(
 def test_states_of_runs(run: Path) -> None:
     done = write_run(run.parent / "deeper/done", NOW - 1e6)
     (done / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
-    silent = write_run(run.parent / "silent", NOW - 100)
+    hung = write_run(run.parent / "hung", NOW - 100)
     alive = write_run(run.parent / "zeta", NOW - 100)  # no new row, but a heartbeat
     write_heartbeat(alive, 0, step=11, micro_batch=0, seconds=5)
     damaged = write_run(run.parent / "damaged", NOW)
@@ -234,15 +235,17 @@ def test_states_of_runs(run: Path) -> None:
     (run.parent / ".hidden").mkdir()
     write_run(run.parent / ".hidden/run", NOW)
     summaries = {Path(summary.path): summary for summary in list_runs(run.parent, NOW)}
-    states = {path: summary.state for path, summary in summaries.items()}
+    states = {path: summary.format_row(NOW).split()[1] for path, summary in summaries.items()}
     assert states == {
-        run: "running", done: "done", silent: "silent", alive: "running", damaged: "unreadable",
+        run: "running", done: "stopped:", hung: "hung", alive: "running", damaged: "unreadable",
     }  # fmt: skip
+    assert (summaries[done].state, summaries[done].reason) == ("stopped", "done")
+    assert summaries[hung].detail == "no progress for 1:42 min"
     first = summaries[run]
     assert (first.step, first.total_steps, first.loss, first.checkpoint) == (10, 100, 3.5, 10)
     assert summaries[alive].num_attempts == 2 and summaries[alive].updated == NOW - 5
     assert first.format_row(NOW + 7).split()[1:] == [
-        "running", "10/100", "3.5000", "7", "s", "ago", "step-10",
+        "running", "10/100", "3.5000", "9", "s", "ago", "step-10",
     ]  # fmt: skip
 
 

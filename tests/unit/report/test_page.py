@@ -11,6 +11,7 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -155,6 +156,49 @@ def test_redaction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "(redacted)" in page and "resume on another layout" in page
     open_page = page_of(capsys, run, folder=tmp_path)
     assert all(secret in open_page for secret in secrets[:-1])
+
+
+def test_a_page_is_written_again_until_the_run_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, page = write_steady_run(tmp_path / "run"), tmp_path / "page.html"
+    refresh = '<meta http-equiv="refresh" content="60">'
+    pauses = []
+
+    def wait(seconds: float) -> None:
+        pauses.append(seconds)
+        html = page.read_text()
+        assert html.count(refresh) == 1 and "and again every 60 s." in html
+        assert ("<dd>21 of 20</dd>" in html) == (len(pauses) == 2)
+        if len(pauses) == 1:
+            write_rows(run / "metrics.jsonl", [step_row(n, 1000.0 + n) for n in range(1, 22)])
+        else:
+            (run / "exit.json").write_text('{"reason": "done", "code": 0, "step": 21}')
+
+    monkeypatch.setattr(time, "sleep", wait)
+    code, output = report(capsys, run, "-o", page, "--every", 60)
+    assert (code, pauses, output.count("Wrote")) == (0, [60.0, 60.0], 2)
+    html = page.read_text()
+    assert 'http-equiv="refresh"' not in html and "stopped: done (code 0) at step 21" in html
+
+
+def test_ctrl_c_ends_the_writing_of_pages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(time, "sleep", interrupt)
+    run, page = write_steady_run(tmp_path / "run"), tmp_path / "page.html"
+    assert report(capsys, run, "-o", page, "--every", 5)[0] == 0
+    assert "Summary of run" in page.read_text()
+
+
+@pytest.mark.parametrize("words", [["--every", "0"], ["--every", "5", "--json"]])
+def test_wrong_arguments_are_refused(tmp_path: Path, words: list[str]) -> None:
+    with pytest.raises(SystemExit) as error:
+        main(["run", "report", str(write_steady_run(tmp_path / "run")), *words])
+    assert error.value.code == 2
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_an_ended_run_is_shown_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run = write_killed_run(tmp_path / "run")
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the watch waits"))
     written = watch_in_terminal(run, monkeypatch=monkeypatch)
-    assert "ended at step 8: done (code 0)" in written
+    assert "stopped: done (code 0) at step 8" in written
     assert "█" in written and "\x1b[" in written
 
 
@@ -101,7 +101,7 @@ def test_an_ended_run_is_printed_once_without_a_terminal(
     monkeypatch.setattr(time, "sleep", lambda _: pytest.fail("the watch waits"))
     assert main(["run", "watch", str(run)]) == 0
     text = capsys.readouterr().out
-    assert text.count("ended at step 8: done (code 0)") == 1
+    assert text.count("stopped: done (code 0) at step 8") == 1
     assert "\x1b" not in text and "█" not in text
 
 
@@ -115,7 +115,7 @@ def test_watch_ends_when_the_run_ends(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(time, "sleep", end_run)
     written = watch_in_terminal(run, "--every", "3", monkeypatch=monkeypatch)
-    assert pauses == [3.0] and "ended at step 10: requeue (code 75)" in written
+    assert pauses == [3.0] and "stopped: requeue (code 75) at step 10" in written
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "attempts", "exit.json"])

@@ -23,9 +23,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json_flag(parser)
     parser.epilog = (
-        "State is running, silent (no heartbeat or progress for a minute), the reason in\n"
-        "exit.json, or unreadable. Searches three levels of folders. Returns 2 if there is no\n"
-        "run.\n\n"
+        "State is one of:\n"
+        "  running     a rank has moved within a minute, or within 5 typical steps\n"
+        "  hung        no rank has, or a process on this machine is gone without an error\n"
+        "  stopped     with the reason of exit.json; error: an error record; killed: all processes\n"
+        "              on this machine are gone; lost: no sign for an hour\n"
+        "  unreadable  a file is missing or damaged\n"
+        "--json has details. Searches three levels of folders. Returns 2 if there is no run.\n\n"
         f"example: {EXAMPLE}"
     )
 

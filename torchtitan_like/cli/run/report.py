@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import add_json_flag, print_json, run_report
+from torchtitan_like.cli.common import add_json_flag, positive_number, print_json, run_report
+
+if TYPE_CHECKING:
+    from torchtitan_like.report.history import History
 
 EXAMPLE = "titan run report outputs -o report.html"
 DEFAULT_PAGE = Path("report.html")
@@ -28,43 +34,86 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave out environment, paths, host names and log text",
     )
-    add_json_flag(parser)
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--every",
+        type=positive_number,
+        metavar="SECONDS",
+        help="write the page again until all runs have ended; it reloads itself in the browser",
+    )
+    add_json_flag(mode)
     parser.epilog = (
         "The page is one file that needs no network: goodput, curves with all events, attempts,\n"
         "checkpoints, settings, warnings and the last error. Several runs are drawn together.\n"
-        "Reads files only, also of a damaged or a live run. Needs the extra `report`; --json does\n"
-        "not. Returns 2 if a folder is not a run.\n\n"
+        "Reads files only, also of a damaged or a live run. --every ends when each run has an\n"
+        "exit.json, or with Ctrl-C. Needs the extra `report`; --json does not. Returns 2 if a\n"
+        "folder is not a run.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page or print the numbers. Returns the exit code."""
+    action = _print_numbers if arguments.json else _write_pages
+    try:
+        return run_report(lambda: action(arguments))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _print_numbers(arguments: argparse.Namespace) -> int:
     from torchtitan_like.report.figures import require_bokeh
     from torchtitan_like.report.history import read_histories
     from torchtitan_like.report.summary import compare, summarize
-    from torchtitan_like.util.files import write_atomically
-    from torchtitan_like.util.units import format_bytes
 
     page: Path | None = arguments.output
-    if page is None and not arguments.json:
-        page = DEFAULT_PAGE
+    if page is not None:
+        require_bokeh()
+    histories = read_histories(arguments.runs, is_redacted=arguments.redact)
+    if page is not None:
+        _write_page(page, histories, is_redacted=arguments.redact)
+    numbers = [summarize(history) for history in histories]
+    print_json({"runs": numbers, "comparison": compare(histories)})
+    return 0
 
-    def action() -> int:
-        if page is not None:
-            require_bokeh()
+
+def _write_pages(arguments: argparse.Namespace) -> int:
+    """Write the page once, or every some seconds until all runs have ended."""
+    from torchtitan_like.report.figures import require_bokeh
+    from torchtitan_like.report.history import read_histories
+    from torchtitan_like.report.status import has_ended
+    from torchtitan_like.util.units import format_bytes
+
+    require_bokeh()
+    page = arguments.output or DEFAULT_PAGE
+    is_first = True
+    while True:
+        is_last = arguments.every is None or all(map(has_ended, arguments.runs))
+        refresh_seconds = None if is_last else arguments.every
         histories = read_histories(arguments.runs, is_redacted=arguments.redact)
-        if page is not None:
-            from torchtitan_like.report.page import render_page
+        num_bytes = _write_page(
+            page, histories, is_redacted=arguments.redact, refresh_seconds=refresh_seconds
+        )
+        if is_first or is_last:
+            print(f"Wrote {page} ({format_bytes(num_bytes)})", flush=True)
+        if is_last:
+            return 0
+        is_first = False
+        time.sleep(arguments.every)
 
-            text = render_page(histories, is_redacted=arguments.redact)
-            html = text.encode(errors="replace")
-            write_atomically(page, html)
-        if arguments.json:
-            numbers = [summarize(history) for history in histories]
-            print_json({"runs": numbers, "comparison": compare(histories)})
-        else:
-            print(f"Wrote {page} ({format_bytes(len(html))})")
-        return 0
 
-    return run_report(action)
+def _write_page(
+    page: Path,
+    histories: Sequence[History],
+    *,
+    is_redacted: bool,
+    refresh_seconds: float | None = None,
+) -> int:
+    """Replace the page. Returns its number of bytes."""
+    from torchtitan_like.report.page import render_page
+    from torchtitan_like.util.files import write_atomically
+
+    text = render_page(histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds)
+    html = text.encode(errors="replace")
+    write_atomically(page, html)
+    return len(html)

@@ -16,61 +16,26 @@ EXAMPLE = "titan run watch outputs --once"
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="the folder of the run (job.dump_folder); with --web also a folder that contains runs",
-    )
+    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument(
         "--every", type=float, default=5, metavar="SECONDS", help="between updates (default: 5)"
-    )
-    web = parser.add_argument_group("web")
-    web.add_argument(
-        "--web", action="store_true", help="serve live pages for a browser, until Ctrl-C"
-    )
-    web.add_argument("--port", type=int, default=8080, help="of the pages; 0: any (default: 8080)")
-    web.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address that the pages are served on (default: 127.0.0.1, only this machine)",
-    )
-    web.add_argument(
-        "--no-token",
-        action="store_true",
-        help="let every user of this machine see and stop the runs",
     )
     parser.epilog = (
         "Shows step, loss, speed, memory, time left, disk space in checkpoints, the position of each\n"
         "rank; in a terminal also a progress bar, the curve of the loss and the last events. Reads\n"
         "files only, so any machine with access to the folder can run it. Updates until the run has\n"
         "ended, or until Ctrl-C. Returns 2 if the folder is not a run.\n\n"
-        "With --web, prints a URL with a token and serves a list of all runs, a live page for\n"
-        "each with buttons to save, export and stop, and /metrics for Prometheus. Needs the extra\n"
-        "`report`.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the status, or serve it. Returns the exit code."""
-    action = _serve if arguments.web else _show
+    """Show the status. Returns the exit code."""
     try:
-        return run_report(lambda: action(arguments))
+        return run_report(lambda: _show(arguments))
     except KeyboardInterrupt:
         return 0
-
-
-def _serve(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.web.server import serve
-
-    serve(
-        arguments.run,
-        host=arguments.host,
-        port=arguments.port,
-        needs_token=not arguments.no_token,
-    )
-    return 0
 
 
 def _show(arguments: argparse.Namespace) -> int:
