@@ -158,15 +158,6 @@ def build_with_fault(
         return build_batches(corpus, run)
 
 
-def remove_hashes(entry: Path) -> None:
-    """Convert a token cache to the format of an earlier version."""
-    for table in entry.glob("*.xxh3"):
-        table.unlink()
-    content = json.loads((entry / "meta.json").read_text())
-    del content["digest"]
-    (entry / "meta.json").write_text(json.dumps(content))
-
-
 FULL_DISKS = {
     "append": "tokens.token_file.Staging.append",
     "publish": "tokens.token_file.Staging.publish",
@@ -182,18 +173,6 @@ def test_full_disk_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> No
     }
     assert "No space left on device. The finished part is kept: free space" in results[0][1]
     assert {error for error, _, _ in run_ranks(build_batches, 2, corpus, tmp_path / "run")} == {""}
-
-
-@pytest.mark.parametrize("name", ["_hash_file", "_write_content"])
-def test_full_disk_during_hashing_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> None:
-    (_, folder, _), _ = run_ranks(build_batches, 2, corpus, tmp_path / "run")
-    remove_hashes(Path(folder))
-    function = f"tokens.token_file.{name}"
-    results = run_ranks(build_with_fault, 2, {0, 1}, function, FULL, corpus, tmp_path / "run")
-    assert {(error, message) for error, message, _ in results} == {
-        ("CacheWriteError", results[0][1])
-    }
-    assert "cannot write the hashes of the token cache" in results[0][1]
 
 
 def test_full_disk_has_the_exit_code_of_storage() -> None:

@@ -363,50 +363,6 @@ def test_a_file_that_is_truncated_or_written_to_during_the_run_is_refused(corpus
         file.tokens[:]
 
 
-def without_hashes(folder: Path) -> Path:
-    """Convert a cache to the format of an earlier version."""
-    for table in folder.glob("*.xxh3"):
-        table.unlink()
-    content = json.loads((folder / "meta.json").read_text())
-    del content["digest"]
-    (folder / "meta.json").write_text(json.dumps(content))
-    return folder
-
-
-def test_a_cache_of_an_earlier_version_is_hashed_once(
-    corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = cache(corpus).folder
-    visible_folder = corpus / "token_cache"
-    folder.parent.rename(visible_folder)
-    expected = contents(cache(corpus))
-    folder = without_hashes(visible_folder / folder.name)
-    caplog.set_level(logging.INFO)
-    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
-    for _ in range(2):
-        file = cache(corpus)
-        assert file.folder == folder and contents(file) == expected
-    # One line for the tokens and one for the offsets.
-    assert len([line for line in caplog.messages if line.startswith("hashing ")]) == 2
-    flip_bit(folder / "tokens.bin", 77)
-    with pytest.raises(DataError, match=r"tokens\.bin is damaged: bytes 0 to"):
-        cache(corpus).tokens[:]
-
-
-@pytest.mark.parametrize(("index", "value"), [(0, 1), (-1, 2), (5, 2**63), (5, 0)])
-def test_unordered_document_offsets_of_an_earlier_version_are_refused(
-    corpus: Path, index: int, value: int
-) -> None:
-    folder = without_hashes(cache(corpus).folder)
-    offsets = np.fromfile(folder / "offsets.bin", np.uint64)
-    offsets[index] = value
-    offsets.tofile(folder / "offsets.bin")
-    with pytest.raises(
-        DataError, match=r"is damaged: offsets.bin does not list 60 documents.*Delete the folder"
-    ):
-        cache(corpus)
-
-
 def test_searching_a_long_list_of_documents_reads_few_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

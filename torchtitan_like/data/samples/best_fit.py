@@ -181,7 +181,7 @@ def open_plan(path: Path, file: TokenFile, seq_len: int) -> Plan | None:
             f"{file.folder} for samples of {seq_len} tokens: delete it, and it is made again"
         )
     if not table_path(path).exists():
-        return None  # an earlier version wrote it without hashes: make it again
+        return None
     raw = RawFile(path)
     checked = CheckedFile(raw, HashTable(raw, f"delete {path}, and it is made again"))
     checked.verify(0)

@@ -66,9 +66,9 @@ ENDINGS: dict[str, tuple[str, ...]] = {
     "arrow": (".arrow",),
 }
 # Next to a user's data the token cache is a hidden folder, which globs and other readers skip. The
-# visible folder of earlier versions is still used. Neither is read as data.
+# one in a run's folder is visible. Neither is read as data.
 CACHE_FOLDER_NAME = ".token_cache"
-VISIBLE_CACHE_FOLDER_NAME = "token_cache"  # also the name of the cache in a run's folder
+VISIBLE_CACHE_FOLDER_NAME = "token_cache"
 CACHE_FOLDER_NAMES = (CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME)
 
 # Approximate size of a piece, which is read, tokenized and committed as a whole. An unfinished

@@ -3,7 +3,7 @@
 A cache entry is a token file (see `token_file`) in one of these folders:
 
 - ``data.cache_folder``, if it is set;
-- `.token_cache/` next to the data (or `token_cache/`, which earlier versions wrote);
+- `.token_cache/` next to the data;
 - the user's cache folder, if the data are read-only;
 - the run's folder, if nothing else is writable.
 
@@ -59,7 +59,7 @@ from torchtitan_like.util.user_folders import user_cache
 
 logger = logging.getLogger()
 
-# Increase it if token files, complete or not, of earlier versions become unusable.
+# Increase it with any change of the files. Caches of another version are built again.
 FORMAT_VERSION = 1
 
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
         key["fingerprint"] = corpus.documents.fingerprint
     if corpus.processor is not None:
         key[PROCESSOR] = corpus.processor.identity
-    # Omitted at its default, so that caches from before this setting remain valid.
+    # Omitted at its default, so that most caches do not depend on it.
     if corpus.on_bad_record != "error":
         key["on_bad_record"] = corpus.on_bad_record
     return key
@@ -165,8 +165,7 @@ def find_cached(
 
     An entry that this user may not read is missing: another user may have built it.
     """
-    writable, read_only = _folders(data_folder, cache_folder, dump_folder)
-    for folder in writable + read_only:
+    for folder in _folders(data_folder, cache_folder, dump_folder):
         with _read_errors(folder / name), suppress(PermissionError):
             if (entry := _find(find, folder / name)) is not None:
                 return entry
@@ -232,7 +231,7 @@ def writable_folder(
     Raises CacheWriteError if none is.
     """
     problems: list[str] = []
-    for folder in _folders(data_folder, cache_folder, dump_folder)[0]:
+    for folder in _folders(data_folder, cache_folder, dump_folder):
         problem = _write_problem(folder)
         if problem is None:
             return folder, problems
@@ -243,18 +242,15 @@ def writable_folder(
     )
 
 
-def _folders(
-    data_folder: Path, cache_folder: str | None, dump_folder: str
-) -> tuple[list[Path], list[Path]]:
-    """Folders where an entry may be built, in order of preference, and folders to read only."""
+def _folders(data_folder: Path, cache_folder: str | None, dump_folder: str) -> list[Path]:
+    """Folders where an entry may be, in order of preference."""
     if cache_folder:
-        return [Path(cache_folder).absolute()], []
+        return [Path(cache_folder).absolute()]
     cache = user_cache(os.environ)
-    writable = [data_folder / CACHE_FOLDER_NAME]
+    folders = [data_folder / CACHE_FOLDER_NAME]
     if cache.is_absolute():  # it is relative for a user without a home folder
-        writable.append(cache / "token_cache")
-    writable.append(Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME)
-    return writable, [data_folder / VISIBLE_CACHE_FOLDER_NAME]
+        folders.append(cache / "token_cache")
+    return [*folders, Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME]
 
 
 def _write_problem(folder: Path) -> str | None:

@@ -1,25 +1,24 @@
 """A corpus as token ids on disk: a folder with one flat array and the offsets of documents.
 
-    tokens.bin         uint16 or uint32, little-endian: all documents, with BOS and EOS as
-    configured offsets.bin        uint64, little-endian: first token of each document, then number
-    of tokens tokens.bin.xxh3    hash table of tokens.bin (see `checked_file`) offsets.bin.xxh3
-    hash table of offsets.bin meta.json          TokenMeta, the key that the folder was built for,
-    and a digest of both
+| file | content |
+| --- | --- |
+| `tokens.bin` | all documents, with BOS and EOS as configured: uint16 or uint32, little-endian |
+| `offsets.bin` | first token of each document, then number of tokens: uint64, little-endian |
+| `tokens.bin.xxh3`, `offsets.bin.xxh3` | their hash tables (see `checked_file`) |
+| `meta.json` | TokenMeta, the key that the folder was built for, and a digest of both |
 
 A folder with these five files is complete. `Staging` writes it under another name and renames it at
-the end. Folders of earlier versions have no hashes: `_add_hashes` computes them once.
+the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import logging
 import os
 import shutil
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,7 +41,6 @@ from torchtitan_like.data.tokens.checked_file import (
     table_path,
 )
 from torchtitan_like.data.tokens.token_stream import Tokens
-from torchtitan_like.util.file_lock import file_lock
 from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
@@ -51,10 +49,7 @@ logger = logging.getLogger()
 
 TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
 CONTENT_KEYS = {"meta", "dtype", "key"}  # keys of meta.json, in addition to their digest
-COPY_BYTES = 2**24
-CHUNK = 2**22  # offsets checked at a time
 PROGRESS_SECONDS = 10.0  # between two log lines
-FULL_OR_FAILING = {errno.ENOSPC, errno.EDQUOT, errno.EIO}
 FREE_SPACE = "free space or repair the disk, then start again"
 _JOURNAL, _OWNER = "journal.jsonl", "owner"
 OFFSET_TYPE = np.dtype("<u8")
@@ -134,7 +129,7 @@ def open_token_file(
 ) -> TokenFile | None:
     """Open a complete token file that was built for ``key``; None if it is missing.
 
-    This takes milliseconds for any size, except for a folder of an earlier version.
+    This takes milliseconds for any size.
     is_one_of_many: see `RawFile`. Raises DataError if the folder is damaged or has another key.
     """
     try:
@@ -151,11 +146,8 @@ def open_token_file(
         if actual != size:
             state = "is missing" if actual is None else f"has {actual:,}"
             raise _damaged(folder, f"{name} should have {size:,} bytes and {state}")
-    is_hashed = "digest" in content or _add_hashes(folder, content, meta)
     arrays = {
-        name: CheckedArray(
-            _checked(folder / name, is_hashed, is_one_of_many), kind, in_memory=name == OFFSETS
-        )
+        name: CheckedArray(_checked(folder / name, is_one_of_many), kind, in_memory=name == OFFSETS)
         for name, (kind, _) in files.items()
     }
     offsets = arrays[OFFSETS]
@@ -164,12 +156,12 @@ def open_token_file(
     return TokenFile(folder, arrays[TOKENS], offsets, meta, has_masks=PROCESSOR in key)
 
 
-def _checked(path: Path, is_hashed: bool, is_one_of_many: bool) -> CheckedFile:
-    if is_hashed and not table_path(path).exists():
+def _checked(path: Path, is_one_of_many: bool) -> CheckedFile:
+    if not table_path(path).exists():
         raise _damaged(path.parent, f"{table_path(path).name} is missing")
     file = RawFile(path, is_one_of_many=is_one_of_many)
     remedy = f"delete the folder {path.parent}, and it is built again from its text"
-    return CheckedFile(file, HashTable(file, remedy) if is_hashed else None)
+    return CheckedFile(file, HashTable(file, remedy))
 
 
 def _described(folder: Path, content: dict[str, Any]) -> tuple[TokenMeta, np.dtype[Any]]:
@@ -193,20 +185,17 @@ def key_of(folder: Path) -> dict[str, Any]:
 
 
 def _content(folder: Path) -> dict[str, Any]:
-    """Return the content of meta.json; "digest" is missing in earlier versions.
-
-    Raises DataError if it is damaged.
-    """
+    """Return the content of meta.json. Raises DataError if it is damaged."""
     try:
         content = parse_json(read_text(folder / META))
     except ValueError as error:
         raise _damaged(folder, f"{META} is not JSON ({error})") from error
     keys = set(content) if isinstance(content, dict) else set()
-    if keys != CONTENT_KEYS and keys != CONTENT_KEYS | {"digest"}:
+    if keys != CONTENT_KEYS | {"digest"}:
         expected = ", ".join(sorted(CONTENT_KEYS | {"digest"}))
         actual = f"the keys {', '.join(sorted(keys))}" if keys else "no keys"
         raise _damaged(folder, f"{META} has {actual}, expected {expected}")
-    if "digest" in keys and content["digest"] != _digest(content):
+    if content["digest"] != _digest(content):
         problem = f"{META} has the digest {content['digest']}, expected {_digest(content)}"
         raise _damaged(folder, problem)
     if not isinstance(content["key"], dict) or not isinstance(content["meta"], dict):
@@ -223,57 +212,6 @@ def _write_content(folder: Path, content: dict[str, Any]) -> None:
     unfinished = folder / f".{META}.building"
     text = json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
     write_atomically(folder / META, text, unfinished)
-
-
-def _add_hashes(folder: Path, content: dict[str, Any], meta: TokenMeta) -> bool:
-    """Hash a folder of an earlier version, under a lock. Return False if it is not writable."""
-    try:
-        with (folder / ".hashes.lock").open("w") as lock, file_lock(lock):
-            if "digest" not in _content(folder):  # another process may have hashed it
-                _check_offsets(folder, meta)
-                for name in (TOKENS, OFFSETS):
-                    _hash_file(folder / name)
-                _write_content(folder, content)
-        (folder / ".hashes.lock").unlink(missing_ok=True)
-    except OSError as error:
-        if error.errno in FULL_OR_FAILING:
-            raise CacheWriteError(
-                f"cannot write the hashes of the token cache {folder}: {error}; {FREE_SPACE}"
-            ) from error
-        logger.warning(
-            f"the token cache {folder} of an earlier version has no hashes, and they cannot be "
-            f"written ({error}). Reading its tokens without verification: build it again, or make "
-            "the folder writable once"
-        )
-        return False
-    return True
-
-
-def _hash_file(path: Path) -> None:
-    """Write the hash table of the current bytes of ``path``."""
-    size = path.stat().st_size
-    done = 0
-    last_line = time.monotonic()
-    logger.info(f"hashing {path}, {size / 2**20:,.1f} MiB: an earlier version wrote no hashes")
-    hasher = ExtentHasher()
-    table_file = written_atomically(table_path(path), "the hash table")
-    with path.open("rb") as source, table_file as table:
-        while data := source.read(COPY_BYTES):
-            table.write(hasher.update(data))
-            done += len(data)
-            if time.monotonic() - last_line > PROGRESS_SECONDS:
-                last_line = time.monotonic()
-                logger.info(f"hashing {path}: {100 * done / size:.0f}%")
-        table.write(hasher.finish())
-
-
-def _check_offsets(folder: Path, meta: TokenMeta) -> None:
-    """Raise DataError unless the offsets of a folder of an earlier version increase."""
-    offsets = CheckedArray(CheckedFile(RawFile(folder / OFFSETS)), OFFSET_TYPE)
-    for low in range(0, meta.num_documents, CHUNK):
-        chunk = offsets[low : low + CHUNK + 1]
-        if (chunk[1:] <= chunk[:-1]).any():
-            raise _damaged(folder, f"{OFFSETS} does not list {meta.num_documents:,} documents")
 
 
 def _damaged(folder: Path, problem: str) -> DataError:

@@ -279,7 +279,7 @@ def _list_name(parts: Sequence[TokenPart], folder: Path, eos_id: int | None) -> 
 
 def _open_offsets(file: Path, num_tokens: int) -> CheckedArray | None:
     if not (file.exists() and table_path(file).exists()):
-        return None  # an earlier version wrote the list without hashes: make it again
+        return None
     remedy = f"delete {file}, and it is made again"
     raw = RawFile(file)
     offsets = CheckedArray(CheckedFile(raw, HashTable(raw, remedy)), OFFSET_TYPE, in_memory=True)
