@@ -282,12 +282,6 @@ class Checkpoint(Section):
         ge=0,
         needs=SAVING,
     )
-    hf_executor: Literal["direct", "consolidate"] = field(
-        "direct",
-        "No effect: all ranks together write the final Hugging Face safetensors. Accepted so that "
-        "older TOML files load.",
-        needs=(EXPORTING, SAVING),
-    )
     hf_shard_gb: float = field(
         5.0,
         "Maximum size of a file of Hugging Face safetensors in GB (10^9 bytes).",

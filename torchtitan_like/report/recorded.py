@@ -1,6 +1,6 @@
 """Everything that a run directory records about a run, for its report.
 
-The directory may be copied, damaged, of an older version, or still being written. What cannot be
+The directory may be copied, damaged, or still being written. What cannot be
 read is listed in `RecordedRun.problems`.
 """
 
@@ -85,7 +85,7 @@ class RecordedAttempt:
     """What one attempt has left.
 
     start: seconds since 1970 at which its process started; None: unknown. first_event: time of its
-    first event. started: its "start" event; empty if it never trained, or in older versions.
+    first event. started: its "start" event; empty if it never trained.
     config: settings by dotted name. environment: file name -> text.
     num_ranks: None if unknown. last_sign: time of the newest heartbeat of any rank.
     error: its first error record. model, num_parameters: of its log.

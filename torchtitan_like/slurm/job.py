@@ -122,8 +122,7 @@ def _reason_to_end(
 
 
 def _max_stalled_starts() -> int:
-    old_name = os.environ.get("MAX_IN_VAIN", "3")
-    text = os.environ.get("MAX_STALLED_STARTS", old_name)
+    text = os.environ.get("MAX_STALLED_STARTS", "3")
     if not text.isdecimal():
         raise ValueError(
             f"MAX_STALLED_STARTS is {text!r}. Expected a number of starts. Correct it."
@@ -152,12 +151,11 @@ def _count_stalled_starts(folder: Path) -> int:
     """Return how many consecutive starts of this job have saved no new checkpoint."""
     try:
         content = read_json(folder / STARTS)
-        check_kinds(content, {"in_vain": INTEGER, "stalled_starts": INTEGER})
+        check_kinds(content, {"stalled_starts": INTEGER})
     except (OSError, ValueError, AttributeError):
         return 0
     is_of_this_job = content.get("job") == os.environ.get("SLURM_JOB_ID")
-    num_stalled = content.get("stalled_starts", content.get("in_vain"))
-    return int(num_stalled or 0) if is_of_this_job else 0
+    return int(content.get("stalled_starts") or 0) if is_of_this_job else 0
 
 
 def _write_starts(folder: Path, num_stalled: int) -> None:

@@ -415,9 +415,9 @@ def test_download(tmp_path: Path) -> None:
     check_download(["-m", "torchtitan_like", *shlex.split(example_of("download"))[1:]], tmp_path)
 
 
-def test_the_old_command_line_of_download_works(tmp_path: Path) -> None:
-    words = "--repo_id meta-llama/Llama-3.1-8B --assets tokenizer config"
-    check_download([str(ROOT / "scripts/download_assets.py"), *words.split()], tmp_path)
+def test_download_accepts_the_option_of_torchtitan(tmp_path: Path) -> None:
+    words = "download --repo_id meta-llama/Llama-3.1-8B --assets tokenizer config"
+    check_download(["-m", "torchtitan_like", *words.split()], tmp_path)
 
 
 def check_download(words: list[str], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.launcher import machine
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
@@ -158,9 +159,7 @@ def write_executable(path: Path, text: str) -> None:
 def publish_step(shell: Shell, step: int) -> Path:
     folder = shell.folder / "outputs" / "checkpoint" / f"step-{step}"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(
-        json.dumps({"format_version": 3, "kind": "full", "step": step})
-    )
+    write_manifest(folder, {"kind": "full", "step": step, "files": {}})
     return folder
 
 

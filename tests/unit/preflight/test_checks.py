@@ -93,8 +93,6 @@ WARNINGS = [
     ("--training.steps 1000 --checkpoint.initial_load_path x", "checkpoint.initial_load_path", "checkpoint.enable"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_shard_gb 1", "checkpoint.hf_shard_gb",
      "it needs checkpoint.last_save_in_hf = true or checkpoint.hf_interval > 0"),
-    ("--training.steps 1000 --checkpoint.enable --checkpoint.hf_executor consolidate", "checkpoint.hf_executor",
-     "it needs checkpoint.last_save_in_hf"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.no_enable_ft_dataloader_checkpoints",
      "checkpoint.enable_ft_dataloader_checkpoints", "fault_tolerance.enable = true"),
     ("--training.steps 1000 --checkpoint.enable --checkpoint.no_initial_load_model_only",

@@ -12,13 +12,7 @@ import pytest
 from tests.harness.runner import ROOT
 
 FILES = sorted([*ROOT.glob("scripts/**/*.py"), ROOT / "benchmarks/scaling.py"])
-# Tested in tests/unit/cli/test_deprecated.py.
-DEPRECATED = ("checkpoint.py", "download_assets.py", "export.py", "generate.py")
-SCRIPTS = [
-    path
-    for path in FILES
-    if '__name__ == "__main__"' in path.read_text() and path.name not in DEPRECATED
-]
+SCRIPTS = [path for path in FILES if '__name__ == "__main__"' in path.read_text()]
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

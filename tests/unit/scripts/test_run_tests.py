@@ -46,7 +46,7 @@ def selected_tests(folder: Path) -> list[str]:
         ("tests/unit/cli/test_run.py", ["cli"]),
         ("run_train.sh", ["launcher"]),
         ("run_tests.sh", ["scripts"]),
-        ("scripts/generate.py", ["scripts"]),
+        ("scripts/pp_bubble.py", ["scripts"]),
         *(
             (file, ["cli/test_document.py", "config/test_document.py", "test_site.py"])
             for file in ("docs/reference/cli.md", "README.md", "mkdocs.yml")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.runner import ROOT
+from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.slurm import job
 from torchtitan_like.slurm.scaffold import TEMPLATES
 
@@ -376,9 +377,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict:
 def publish(config: dict, step: int) -> None:
     folder = Path(config["job"]["dump_folder"]) / f"checkpoint/step-{step}"
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(
-        json.dumps({"format_version": 3, "kind": "full", "step": step})
-    )
+    write_manifest(folder, {"kind": "full", "step": step, "files": {}})
 
 
 def write_exit(config: dict, code: int) -> None:
@@ -464,7 +463,7 @@ def test_a_job_without_start_count_needs_progress_to_requeue(
     )
 
 
-@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"job": "4711", "in_vain": "x"}', "3"])
+@pytest.mark.parametrize("text", ["[]", "{}", "{", '{"job": "4711", "stalled_starts": "x"}', "3"])
 def test_a_malformed_count_of_starts_is_zero(config, text: str) -> None:
     folder = Path(config["job"]["dump_folder"])
     folder.mkdir()
