@@ -357,7 +357,9 @@ def parse_titan(words: list[str]) -> None:
 
 def check(arguments: list[str]) -> None:
     """Check that the configuration accepts the settings and that each has an effect."""
-    process = shell(shlex.join([sys.executable, "-m", "torchtitan_like.config", *arguments]), ROOT)
+    process = shell(
+        shlex.join([sys.executable, "-m", "torchtitan_like", "check", *arguments]), ROOT
+    )
     assert process.returncode == 0, process.stderr
     assert "no effect" not in process.stderr, process.stderr
 

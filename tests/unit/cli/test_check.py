@@ -137,7 +137,7 @@ def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
 
 
 def test_broken_config_ends_a_process_with_78(repo_root: Path) -> None:
-    command = [sys.executable, "-m", "torchtitan_like.config", "train_configs/debug_model.toml", "--world-size", "3",
+    command = [sys.executable, "-m", "torchtitan_like", "check", "train_configs/debug_model.toml", "--world-size", "3",
                "--training.local_batch_size", "8", "--training.global_batch_size", "100", "--model.flavor", "9B"]  # fmt: skip
     done = subprocess.run(command, cwd=repo_root, capture_output=True, text=True, timeout=60)
     assert done.returncode == 78
