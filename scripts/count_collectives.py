@@ -231,7 +231,8 @@ def main(argv: list[str]) -> int:
         check = [
             sys.executable,
             "-m",
-            "torchtitan_like.config",
+            "torchtitan_like",
+            "check",
             "--training",
             "--world-size",
             str(options.world_size),

@@ -122,8 +122,8 @@ def test_problems_go_to_stderr(
 def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
     """The check runs before every launch: 0.2 s, without torch or other slow imports."""
     code = (
-        "import sys, runpy; sys.argv[1:] = ['train_configs/debug_model.toml', '--world-size', '2', '--training']\n"
-        "try: runpy.run_module('torchtitan_like.config', run_name='__main__')\n"
+        "import sys, runpy; sys.argv[1:] = ['check', 'train_configs/debug_model.toml', '--world-size', '2', '--training']\n"
+        "try: runpy.run_module('torchtitan_like', run_name='__main__')\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "heavy = {'torch', 'datasets', 'transformers', 'pandas', 'pyarrow', 'tensorboard'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
