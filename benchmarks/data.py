@@ -49,6 +49,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import tiktoken
 import torch
 
 from torchtitan_like.config.datasets import DATASETS
@@ -158,8 +159,8 @@ def tokenizing_variants(
         find_corpus(str(corpus)),
         TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id),
     )
-    fast = getattr(tokenizer, "_fast", tokenizer._inner)
-    engine = tokenizer._inner if fast is None else getattr(fast, "_engine", fast)
+    library = tokenizer._inner
+    is_tiktoken = isinstance(library, tiktoken.Encoding)
 
     def trainer() -> int:
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,28 +174,22 @@ def tokenizing_variants(
         return file.meta.num_tokens - 2 * file.meta.num_documents
 
     def batch() -> int:
-        if fast is None:
-            return sum(
-                len(encoding.ids)
-                for encoding in engine.encode_batch(texts, add_special_tokens=False)
-            )
-        return sum(map(len, engine.encode_ordinary_batch(texts, num_threads=1)))
+        if is_tiktoken:
+            return sum(map(len, library.encode_ordinary_batch(texts, num_threads=1)))
+        encodings = library.encode_batch(texts, add_special_tokens=False)
+        return sum(len(encoding.ids) for encoding in encodings)
 
     def loop() -> int:
-        if fast is None:
-            return sum(len(engine.encode(text, add_special_tokens=False).ids) for text in texts)
-        return sum(len(engine.encode_ordinary(text)) for text in texts)
+        if is_tiktoken:
+            return sum(len(library.encode_ordinary(text)) for text in texts)
+        return sum(len(library.encode(text, add_special_tokens=False).ids) for text in texts)
 
     return {"trainer": trainer, "batch": batch, "loop": loop}
 
 
-def tokenizing_row(
-    folder: str, file: str, uses_library: str, characters: str, copies: str, rounds: str
-) -> None:
+def tokenizing_row(folder: str, file: str, characters: str, copies: str, rounds: str) -> None:
     """Print the result of `measure` for documents of this size. Runs in a new process."""
     tokenizer: Any = load_tokenizer(ASSETS / file)
-    if uses_library:
-        tokenizer._fast = None
     corpus = Path(folder, "text.jsonl")
     texts = write_documents(corpus, int(characters), int(copies))
     print(
@@ -439,17 +434,11 @@ def measure_rates(folder: Path, arguments: argparse.Namespace) -> None:
         "\n| tokenizing | trainer | batch | loop | trainer / batch | trainer / loop |\n"
         "|---|---|---|---|---|---|"
     )
-    for engine, file in (
-        ("tokenizer.json", "tokenizer.json"),
-        ("tiktoken file", "tokenizer.model"),
-        ("tokenizer.json, `tokenizers` library", "tokenizer.json"),
-    ):
-        uses_library = "yes" * ("library" in engine)
-        copies = max(1, arguments.copies // 6) if uses_library else arguments.copies
+    for kind, file in (("tokenizer.json", "tokenizer.json"), ("tiktoken file", "tokenizer.model")):
         for size, characters in DOCUMENTS.items():
-            words = [file, uses_library, str(characters), str(copies), str(arguments.rounds)]
+            words = [file, str(characters), str(arguments.copies), str(arguments.rounds)]
             rates = run_in_process("tokenizing_row", str(folder), *words)
-            print(row(f"{engine}, {size}", rates, ("batch", "loop")), flush=True)
+            print(row(f"{kind}, {size}", rates, ("batch", "loop")), flush=True)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
@@ -17,6 +18,7 @@ import pytest
 import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
+from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces
@@ -25,10 +27,44 @@ from torchtitan_like.data.text.word_patterns import PATTERNS
 from torchtitan_like.data.tokens import encoding
 
 from .conftest import ASSETS, write_jsonl
-from .test_fast_bpe import PARTS, trained, training_texts
 from .test_token_cache import cache
 
 byte_level = pre_tokenizers.ByteLevel
+
+PARTS = ["the", "ing", "an", " ", "  ", "\n", "\r\n", "\t", "th", "heref", " revenge", "ousands", "12", "1234567", "'s",
+         "'LL", "'ſ", "é", "e\u0301", "中文", "мир", "ПРИ", "🙂", "👩‍👧", "²", "Ⅷ", "ǅ", "\u00a0", "\u2003", "\u200b",
+         "\x00", "\x1c", "\x85", "\ufeff", "a" * 300, " " * 300, "ab" * 200, "-" * 200, "!?", "/", "<|endoftext|>", "aaa",
+         "\U0001e030", "\U00020000", "\U000e0041"]  # fmt: skip
+
+
+@functools.cache
+def training_texts() -> list[str]:
+    lines = DATASETS["shakespeare_validation"].file.read_text(encoding="utf-8").splitlines()
+    texts = [
+        "Größe naïve déjà vu ПРИВЕТ привет мир 中文中文 日本語 🙂🙂 12 123 1234 2024 \n\n\n    x\t\ty aaa aaaa"
+    ] * 5
+    return [json.loads(line)["text"] for line in lines] + texts
+
+
+@functools.cache
+def trained(style: str) -> str:
+    """Return the content of a tokenizer.json with 1,000 tokens.
+
+    `<|endoftext|>` is the first or the last token, as in published tokenizers.
+    """
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    if style == "GPT-2":
+        tokenizer.pre_tokenizer = byte_level(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = split(PATTERNS[style], "isolated", False)
+    specials = ["<|endoftext|>"] if style == "Qwen 2" else []
+    alphabet = sorted(byte_level.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=999, initial_alphabet=alphabet, special_tokens=specials, show_progress=False
+    )
+    tokenizer.train_from_iterator(training_texts(), trainer)
+    tokenizer.add_special_tokens(["<|endoftext|>"])
+    return str(tokenizer.to_str())
 
 
 def split(pattern: str, behavior: str, invert: bool) -> Any:

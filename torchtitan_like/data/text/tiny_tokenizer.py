@@ -1,8 +1,7 @@
 """Make a small tokenizer from a large one, for tests and experiments.
 
 The small tokenizer keeps the special tokens and the single bytes or characters. It fills up with
-the
-first of the other entries: BPE by merges, Unigram by score, WordPiece by id.
+the first of the other entries: BPE by merges, Unigram by score, WordPiece by id.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.data.errors import TokenizerError
-from torchtitan_like.data.text.fast_bpe import merges_of
-from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.text.tokenizer import load_tokenizer, merges_of
 from torchtitan_like.util.files import staged_path
 
 Json = dict[str, Any]

@@ -14,19 +14,14 @@ and any other file ``<|begin_of_text|>`` and ``<|end_of_text|>`` after the last 
 contain the pattern that splits text into words. ``pat_str`` in the ``tokenizer_config.json`` gives
 it: an expression, or the name of one of `word_patterns.RANK_FILE_PATTERNS`. Published files are
 recognized by their SHA-256. Others need ``pat_str``.
-
-For a ``tokenizer.json``, tiktoken's engine encodes if it provably gives the same ids (see
-`fast_bpe`), else the `tokenizers` library, which is several times as slow.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import functools
 import hashlib
 import json
-import logging
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -49,10 +44,6 @@ from torchtitan_like.util.reading import read_json
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from torchtitan_like.data.text.fast_bpe import FastBPE
-
-logger = logging.getLogger()
 
 CONFIG = "tokenizer_config.json"
 LLAMA3_NUM_SPECIALS = 256
@@ -222,7 +213,7 @@ class _HuggingFaceTokenizer(Tokenizer):
         import tokenizers  # a slow import, which a config check without a tokenizer does not need
 
         self.path = str(file)
-        self._content = content = _read_json(file)
+        content = _read_json(file)
         try:
             self._inner = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises plain Exception
@@ -257,7 +248,6 @@ class _HuggingFaceTokenizer(Tokenizer):
         }
         self._text_encoder = self._inner
         if without_names := _without_names(content, names):
-            self._content = without_names
             self._text_encoder = tokenizers.Tokenizer.from_str(json.dumps(without_names))
             self._text_encoder.encode_special_tokens = True
             fingerprinted.append("names of special tokens are text")
@@ -265,44 +255,8 @@ class _HuggingFaceTokenizer(Tokenizer):
         self.split_pattern = _split_pattern(content)
         self.max_part = MAX_PART_CHARACTERS
 
-    @functools.cached_property
-    def _fast(self) -> FastBPE | None:
-        """Made for the first text: it takes up to a second, and a config check does not need it."""
-        from torchtitan_like.data.text.fast_bpe import FastBPE, Unproven
-
-        content, self._content = self._content, {}
-        try:
-            return FastBPE(content, self._text_encoder)
-        except Unproven as reason:
-            logger.info(
-                f"{self.path}: encoding with the `tokenizers` library, not with tiktoken's engine: "
-                f"{reason}"
-            )
-            return None
-
     def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
-        fast = self._fast
-        if fast is None:
-            return self._encode_by_library(texts)
-
-        def encode(text: str) -> array[int]:
-            # tiktoken would need long runs to be split, and the library does not split them.
-            is_accepted = not _has_long_run(text) and fast.accepts(text)
-            return fast.encode_to_array(text) if is_accepted else self._encode_by_library([text])[0]
-
-        return [encode(text) for text in texts]
-
-    def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        fast = self._fast
-        if fast is None:
-            return super().encode_texts(texts)
-        joined = fast.join(texts)
-        if not joined or _has_long_run(joined) or not fast.accepts(joined):
-            return super().encode_texts(texts)
-        return fast.encode_joined(joined)
-
-    def _encode_by_library(self, texts: Sequence[str]) -> list[array[int]]:
-        # encode_batch_fast, without offsets, is its fastest function, also for one text.
+        # The library's fastest function, also for one text: it computes no offsets.
         with _library_errors(self.path, texts[0]):
             encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encoded]
@@ -412,7 +366,7 @@ def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] |
     vocabulary = model.get("vocab") or {}
     is_list = isinstance(vocabulary, list)  # Unigram: piece and score
     names = names & {piece for piece, _ in vocabulary} if is_list else names & vocabulary.keys()
-    merges = [m.split(" ") if isinstance(m, str) else m for m in model.get("merges") or []]
+    merges = merges_of(model)
     if model.get("type") == "BPE" and not model.get("ignore_merges"):
         # Only merges, or single characters, make a token.
         names = names & ({"".join(merge) for merge in merges} | {n for n in names if len(n) == 1})
@@ -433,6 +387,25 @@ def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] |
         model["merges"] = [m for m in merges if not {"".join(m), *m} & names]
     added = [token for token in content["added_tokens"] if token["content"] not in names]
     return {**content, "model": model, "added_tokens": added, "post_processor": None}
+
+
+def merges_of(model: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the merged pairs of a tokenizer.json's model in order. Other models than BPE have none."""
+    return [
+        tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
+        for merge in model.get("merges") or []
+    ]
+
+
+def bytes_of_characters() -> dict[str, int]:
+    """Return character -> byte for byte-level BPE (GPT-2).
+
+    Printable bytes are themselves. The others are the characters from U+0100 on, in order.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    shifted = {chr(0x100 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | shifted
 
 
 def _split_pattern(content: dict[str, Any]) -> re.Pattern[str] | None:

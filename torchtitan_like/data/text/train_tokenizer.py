@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from torchtitan_like.data.text.fast_bpe import bytes_of_characters
+from torchtitan_like.data.text.tokenizer import bytes_of_characters
 from torchtitan_like.data.text.word_patterns import LLAMA3_PATTERN
 
 BOS = "<|begin_of_text|>"

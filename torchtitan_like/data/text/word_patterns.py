@@ -1,6 +1,7 @@
-"""Patterns by which published tokenizers split text into words (`pre_tokenizer` in tokenizer.json).
+"""Patterns by which published tokenizers split text into words.
 
-A module of its own, because checking a config reads a tokenizer and must not import numpy.
+A tokenizer.json contains its pattern (`pre_tokenizer`). Long documents are split only if it is one
+of these. A rank file contains none: it is given by name, or known by the file's SHA-256.
 """
 
 from __future__ import annotations

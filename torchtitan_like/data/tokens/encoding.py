@@ -118,6 +118,8 @@ def _start_worker(
     corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None, counter: Any
 ) -> None:
     global _worker
+    # There is a worker for each core: threads of the `tokenizers` library would only compete.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id), counter)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
