@@ -283,6 +283,7 @@ def test_every_documented_command_has_a_test() -> None:
         "./run_tests.sh",
         "env '|' grep ",
         "pip install ",
+        "rsync -a outputs/checkpoint/",  # tests/unit/cli/test_archive.py
         *commands_in_other_tests,
         *CHECKS,
     )
@@ -460,6 +461,7 @@ EXECUTED_ELSEWHERE = {
     "outputs/llama3_8b": "test_plan_compare.py",
     "my_cluster.toml": "test_fit.py",
     "cpu.toml": "test_calibrate.py",
+    "/archive/run-7/step-500": "test_archive.py",
 }
 
 

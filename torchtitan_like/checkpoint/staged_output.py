@@ -1,6 +1,6 @@
 """Publish a folder or file under its name only when it is complete, with one writer at a time.
 
-Every command that writes an export, a converted checkpoint or an archived step uses `StagedOutput`.
+Every command that writes an export or a converted checkpoint uses `StagedOutput`.
 The trainer holds `run.lock` for its whole folder instead.
 """
 

@@ -55,12 +55,7 @@ CKPT = (
         "merge safetensors shards into whole files",
         "ckpt.consolidate",
     ),
-    Command(
-        "ckpt offload", "Store", "copy checkpoints to an archive, keep the newest", "ckpt.offload"
-    ),
-    Command(
-        "ckpt interval", "Store", "find the best interval between checkpoints", "ckpt.interval"
-    ),
+    Command("ckpt interval", "Plan", "find the best interval between checkpoints", "ckpt.interval"),
 )
 
 DATA = (
@@ -217,7 +212,7 @@ COMMANDS = (
     Command(
         "ckpt",
         "Checkpoints",
-        "list, verify, compare, convert, export or archive checkpoints",
+        "list, verify, compare, convert or export checkpoints",
         verbs=CKPT,
     ),
     Command(

@@ -6,9 +6,7 @@ LOCAL_FOLDER = (
     "a folder, not a URI: a checkpoint is committed by renaming its folder, "
     "which needs a POSIX file system"
 )
-COPY_LATER = (
-    "save to a local or shared folder; `titan ckpt offload` copies finished checkpoints elsewhere"
-)
+COPY_LATER = "save to a local or shared folder, and copy finished checkpoints from there with rclone or rsync"
 
 
 def is_uri(path: str | None) -> bool:

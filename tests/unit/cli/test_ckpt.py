@@ -1,11 +1,10 @@
-"""`titan ckpt`: reports on intact and damaged folders, conversions, and offloading."""
+"""`titan ckpt`: reports on intact and damaged folders, and conversions."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from safetensors.torch import load_file, save_file
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
-from torchtitan_like.checkpoint.step_folders import StepFolder, numbered_folders, supersede_later
-from torchtitan_like.checkpoint.tools import offload as tools_offload
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.verify import ProgressMeter
 from torchtitan_like.cli import main
@@ -121,13 +118,12 @@ def test_ls_refuses_a_folder_without_checkpoints(
     assert run(capsys, "ls", tmp_path) == (2, message)
 
 
-@pytest.mark.parametrize("command", ["ls", "offload", "verify"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
 def test_the_checkpoint_folder_of_a_run_is_suggested(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_steps(tmp_path / "run/checkpoint", "9", "10")
-    target = [tmp_path / "archive"] if command == "offload" else []
-    code, text = run(capsys, command, tmp_path / "run", *target)
+    code, text = run(capsys, command, tmp_path / "run")
     assert code == 2 and text.endswith(f": give {tmp_path / 'run/checkpoint'}\n")
 
 
@@ -499,200 +495,6 @@ def test_damage_is_reported_before_anything_is_written(
     code, text = run(capsys, "convert", tmp_path / "step", tmp_path / "out.pt", "--to", "pt")
     assert code == 1 and f"{SHARD} is damaged" in text
     assert os.listdir(tmp_path) == ["step"]
-
-
-# ---- offload
-
-
-@pytest.mark.parametrize("command", [None, "cp -r {src} {dst}/{name}"])
-def test_offload_copies_complete_steps_and_keeps_the_newest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str | None
-) -> None:
-    run_folder, archive = tmp_path / "run", tmp_path / "archive"
-    archive.mkdir()
-    make_steps(run_folder, "0", "10", "20", "30!", "40", "50w", "60w", "70?")
-    (run_folder / "step-10" / "PIN").touch()
-    options = ["--command", command] if command else []
-    text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options, "--dry-run")[1]
-    assert text.count("would be verified and copied") == 6 and not os.listdir(archive)
-    assert [line.split()[0] for line in text.splitlines() if "removed" in line] == [
-        str(run_folder / "step-20")
-    ]
-    assert run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[0] == 0
-    steps = ["step-0", "step-10", "step-20", "step-40", "step-50", "step-60"]
-    assert sorted(os.listdir(archive)) == sorted([*steps, *(f"{name}.sha256" for name in steps)])
-    # Only 20 is removed: 0 is the start, 10 is pinned, 40 is the newest full checkpoint, and 50 and
-    # 60 are the newest.
-    assert sorted(os.listdir(run_folder)) == [
-        "step-0", "step-10", "step-30", "step-40", "step-50", "step-60", "step-70",
-    ]  # fmt: skip
-    for name in steps:
-        subprocess.run(
-            ["sha256sum", "--check", "--strict", f"{name}.sha256"], cwd=archive, check=True
-        )
-    text = run(capsys, "offload", run_folder, archive, "--keep", 2, *options)[1]
-    assert "copied" not in text
-
-
-def test_offload_continues_after_an_interruption(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_folder, archive = tmp_path / "run", tmp_path / "archive"
-    make_steps(run_folder, "10", "20", "30")
-    shutil.copytree(run_folder / "step-10", archive / "step-10")
-    assert run(capsys, "offload", run_folder, archive, "--keep", 1)[0] == 0
-    assert (archive / "step-10.sha256").exists() and sorted(os.listdir(run_folder)) == ["step-30"]
-    make_steps(run_folder, "40", "50")
-    shutil.copytree(
-        run_folder / "step-50", archive / "step-40"
-    )  # for example, step 40 of another run
-    code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
-    assert code == 2 and "step-40 differs from" in text and (run_folder / "step-40").exists()
-
-
-@pytest.mark.parametrize(
-    ("command", "text"),
-    [
-        ("echo {source}", "Expected {src}, {dst} and {name}"),
-        ("echo 'a", "Expected {src}, {dst} and {name}"),
-        ("false", "false failed with exit code 1"),
-        ("true", "differs from"),
-        (
-            "sh -c 'cp -r {src} {dst}/{name} && truncate -s -1 {dst}/{name}/shard-00000.bin'",
-            "shard-00000.bin",
-        ),
-    ],
-)
-def test_a_wrong_copy_removes_no_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str, text: str
-) -> None:
-    make_steps(tmp_path / "run", "10", "20", "30")
-    (tmp_path / "archive").mkdir()
-    code, output = run(
-        capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1, "--command", command
-    )
-    assert code == 2 and text in output
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
-    assert not list((tmp_path / "archive").glob("*.sha256"))
-
-
-def test_a_damaged_step_is_not_copied(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_steps(tmp_path / "run", "10", "20", "30")
-    (tmp_path / "archive").mkdir()
-    flip_bit(tmp_path / "run" / "step-10" / SHARD, 9)
-    code, text = run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1)
-    assert code == 1 and "extent 0" in text
-    assert sorted(p.name for p in (tmp_path / "archive").iterdir() if p.is_dir()) == [
-        "step-20",
-        "step-30",
-    ]
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-30"]
-
-
-@pytest.mark.parametrize(
-    "fault", ["rewritten in the run", "missing in the archive", "damaged in the archive"]
-)
-def test_an_earlier_copy_is_verified_before_the_step_is_removed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
-) -> None:
-    run_folder, archive = tmp_path / "run", tmp_path / "archive"
-    archive.mkdir()
-    make_steps(run_folder, "10", "20", "30")
-    assert run(capsys, "offload", run_folder, archive, "--keep", 3)[0] == 0
-    if fault == "rewritten in the run":  # it resumed from an earlier step
-        shutil.rmtree(run_folder / "step-10")
-        make_steps(run_folder, "10w")
-    elif fault == "missing in the archive":
-        shutil.rmtree(archive / "step-10")
-    else:
-        flip_bit(archive / "step-10" / SHARD, 50)
-    code, text = run(capsys, "offload", run_folder, archive, "--keep", 1)
-    assert (
-        code == 2 and "step-10 differs from" in text and "step-10.sha256 to another folder" in text
-    )
-    assert sorted(os.listdir(run_folder)) == ["step-10", "step-20", "step-30"]
-
-
-def test_a_step_rewritten_during_the_copy_is_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The run resumes from step 10 and reaches 40 again. Its new step 20 has no copy."""
-    folder, archive_step = tmp_path / "run", tools_offload.archive_step
-
-    def archive_slowly(step: StepFolder, target: Path, command: str | None) -> None:
-        archive_step(step, target, command)
-        if step.step == 40:
-            supersede_later(folder, 10, "x")
-            make_steps(folder, "20w", "30", "40")
-
-    monkeypatch.setattr(tools_offload, "archive_step", archive_slowly)
-    make_steps(folder, "10", "20", "30", "40")
-    (tmp_path / "archive").mkdir()
-    assert run(capsys, "offload", folder, tmp_path / "archive", "--keep", 1)[0] == 0
-    assert [number for number, _ in numbered_folders(folder)] == [20, 40]
-
-
-def test_a_damaged_step_does_not_count_as_kept(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_steps(tmp_path / "run", "10", "20", "30")
-    (tmp_path / "archive").mkdir()
-    flip_bit(tmp_path / "run" / "step-30" / SHARD, 9)
-    assert run(capsys, "offload", tmp_path / "run", tmp_path / "archive", "--keep", 1)[0] == 1
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-20", "step-30"]
-
-
-def test_a_copy_that_cannot_be_verified_removes_no_step(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_steps(tmp_path / "run", "10", "20", "30")
-    code, text = run(
-        capsys,
-        "offload",
-        tmp_path / "run",
-        "s3://bucket/run",
-        "--keep",
-        1,
-        "--command",
-        "true {src} {dst}",
-    )
-    assert code == 0 and text.count("the copy cannot be verified") == 3
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
-    assert run(capsys, "offload", tmp_path / "run", "s3://bucket/run")[0] == 2
-
-
-@pytest.mark.parametrize("dry_run", [[], ["--dry-run"]])
-@pytest.mark.parametrize("archive", ["run", "other/../run", "link", "run/archive", "run/step-10"])
-def test_the_archive_must_be_outside_the_checkpoint_folder(
-    archive: str, dry_run: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    make_steps(tmp_path / "run", "10", "20", "30")
-    (tmp_path / "link").symlink_to("run")
-    (tmp_path / "other").mkdir()
-    code, text = run(capsys, "offload", tmp_path / "run", tmp_path / archive, "--keep", 1, *dry_run)
-    assert code == 2 and "is the folder of the checkpoints, or in it. Expected an archive" in text
-    assert sorted(os.listdir(tmp_path / "run")) == ["step-10", "step-20", "step-30"]
-
-
-@pytest.mark.parametrize("has_checksums", [False, True])
-@pytest.mark.parametrize("is_tree", [False, True], ids=["linked folder", "linked files"])
-def test_a_copy_made_of_links_removes_no_step(
-    is_tree: bool, has_checksums: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A mount of the step's folder has the same inode as the step, and is refused alike."""
-    folder, archive = tmp_path / "run", tmp_path / "archive"
-    make_steps(folder, "10", "20")
-    link = archive / "step-10"
-    archive.mkdir()
-    if is_tree:
-        shutil.copytree(folder / "step-10", link, copy_function=os.symlink)
-    else:
-        link.symlink_to(folder / "step-10")
-    if has_checksums:
-        (archive / "step-10.sha256").touch()
-    code, text = run(capsys, "offload", folder, archive, "--keep", 1)
-    assert code == 2 and f"{link} has files of {folder / 'step-10'} itself" in text
-    assert (folder / "step-10/manifest.json").exists()
 
 
 # ---- interval

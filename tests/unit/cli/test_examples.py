@@ -155,7 +155,7 @@ PRINTING = (
 )
 # Commands that write files, or train.
 WRITING = (
-    *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate", "ckpt offload"),
+    *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
@@ -285,11 +285,6 @@ def test_ckpt_consolidate(tmp_path: Path, example: Example) -> None:
     example("ckpt consolidate", tmp_path)
     (file,) = (tmp_path / "outputs/model").glob("*.safetensors")
     assert torch.equal(load_file(file)["a.weight"], tensors["a.weight"])
-
-
-def test_ckpt_offload(trained: Path, example: Example) -> None:
-    output = example("ckpt offload", trained)
-    assert "step-100" in output and not Path("/archive/run-7").exists()
 
 
 def test_ckpt_interval(tmp_path: Path, example: Example) -> None:

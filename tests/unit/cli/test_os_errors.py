@@ -49,7 +49,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("slurm init file", r"file: File exists\."),
         (f"ckpt convert checkpoint/step-7 {LOCKED}/model.pt --to pt", RIGHTS),
         (f"ckpt export checkpoint/step-7 {LOCKED}/model", RIGHTS),
-        (f"ckpt offload checkpoint {LOCKED}/archive", RIGHTS),
         (f"data tokenize corpus.jsonl --tokenizer tokenizer --output {LOCKED}/tokens", RIGHTS),
         (f"data tiny tokenizer tokenizer {LOCKED}/tiny", RIGHTS),
         (f"data train-tokenizer --input corpus.jsonl --output {LOCKED}/tokenizer", RIGHTS),

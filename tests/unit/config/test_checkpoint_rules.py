@@ -54,7 +54,7 @@ CONTRADICTIONS = [
     (f"{SEED} --initial_load_path x", "initial_load_path", "remove one of the two settings"),
     (f"{SEED} --load_step 5", "load_step", "remove one of the two settings"),
     ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
-    ("--folder s3://bucket/run", "folder", "titan ckpt offload"),
+    ("--folder s3://bucket/run", "folder", "rclone or rsync"),
     (
         "--initial_load_path gs://bucket/step-5",
         "initial_load_path",
@@ -102,7 +102,7 @@ def test_every_rule_has_a_case() -> None:
 
 def test_a_uri_as_run_folder_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*offload"
+        ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*rclone"
     ):
         load_config(["--job.dump_folder", "s3://bucket"])
 
