@@ -23,7 +23,7 @@ ALL = CORE + sorted(
 
 # Packages that import slowly, or may be missing, are imported in the functions that use them.
 NEVER_AT_TOP_LEVEL = {
-    "bokeh", "datasets", "huggingface_hub", "ijson", "matplotlib", "pandas", "pyarrow", "tensorboard", "torchao",
+    "bokeh", "datasets", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "tensorboard", "torchao",
     "torchdata", "torchft", "transformers", "triton", "wandb",
 }  # fmt: skip
 # Imported but required by another package, and required but not imported (see pyproject.toml).
@@ -197,7 +197,7 @@ def test_the_package_imports_exactly_its_requirements() -> None:
     required = {re.split(r"[^\w]", line)[0] for line in requirements([])}
     optional = {
         re.split(r"[^\w]", line)[0]
-        for line in requirements(["eval", "float8", "ft", "plot", "report", "trace", "wandb"])
+        for line in requirements(["eval", "float8", "ft", "plot", "report", "wandb"])
     } - required
     assert actual | NOT_IMPORTED == required | optional | INDIRECT.keys()
     assert set(INDIRECT.values()) <= required and len(required) <= 16

@@ -102,9 +102,6 @@ RUN = (
     Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
     Command("run plot", "Inspect", "draw metrics of one or several runs", "run.plot"),
     Command(
-        "run trace", "Inspect", "measure and merge the profiler traces of all ranks", "run.trace"
-    ),
-    Command(
         "run replay",
         "Inspect",
         "run a non-finite step again, in one process",

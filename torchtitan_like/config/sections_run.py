@@ -71,8 +71,7 @@ class Profiling(Section):
     )
     with_stack: bool = field(
         False,
-        "Record the Python call stack too, so that `titan run trace` shows it for gaps. Steps become "
-        "slower and traces larger.",
+        "Record the Python call stack too. Steps become slower and traces about four times as large.",
         needs=TRACING,
     )
     enable_memory_snapshot: bool = field(

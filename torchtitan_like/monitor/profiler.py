@@ -161,7 +161,19 @@ class _Traces:
             logger.info(
                 f"Finished dumping profiler traces at step {self._step} in {seconds:.2f} seconds"
             )
+        self._log_times(profile)
         self._output.barrier()  # all ranks dump at this step; none starts the next one before all have written
+
+    def _log_times(self, profile: Any) -> None:
+        from torchtitan_like.monitor.step_times import mean_times, read_events
+
+        times = mean_times(read_events(profile))
+        if times is not None:
+            logger.info(
+                f"Profile at step {self._step}, mean of a step: compute {times.compute:.2f} ms, "
+                f"exposed communication {times.exposed:.2f} ms, data wait {times.data_wait:.2f} ms, "
+                f"idle {times.idle:.2f} ms"
+            )
 
 
 class _MemorySnapshots:

@@ -103,7 +103,6 @@ TESTED_ELSEWHERE = (
     "plan calibrate",  # tests/distributed/test_calibrate.py
     "run report",
     "run plot",
-    "run trace",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
@@ -157,7 +156,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("draw", "run plot", "run trace", "k8s init", "k8s pod", "lighthouse"),
+    *("draw", "run plot", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
     "plan calibrate",
 )

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from tests.harness.runner import ROOT
-from tests.unit.report.trace_folder import cpu, write_trace
 from torchtitan_like.cli import main
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.report import status
@@ -294,16 +293,12 @@ def test_ls_takes_half_a_second_without_torch(run: Path) -> None:
 # ---- examples
 
 
-@pytest.mark.parametrize(
-    "verb", ["ls", "watch", "report", "plot", "trace", "compare", "save", "stop"]
-)
+@pytest.mark.parametrize("verb", ["ls", "watch", "report", "plot", "compare", "save", "stop"])
 def test_the_example_in_the_help_works(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("outputs", "outputs_a", "outputs_b"):
         write_run(tmp_path / name, NOW)
-    mark = cpu("user_annotation", "ProfilerStep#99", 0, 10)
-    write_trace(tmp_path / "outputs", 0, [mark], step=100)
     monkeypatch.chdir(tmp_path)
     example = importlib.import_module(f"torchtitan_like.cli.run.{verb}").EXAMPLE
     assert main(shlex.split(example)[1:]) == 0

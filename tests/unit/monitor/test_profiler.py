@@ -51,6 +51,7 @@ def test_every_rank_writes_traces_at_the_same_steps(
     folder = tmp_path / "profile_traces"
     assert traces(folder) == expected
     assert len(expected) == len(barriers) == caplog.text.count("Finished dumping profiler traces")
+    assert caplog.text.count(", mean of a step: compute ") == len(expected)
     for name in expected:
         assert "aten::mm" in {
             event.get("name") for event in json.loads((folder / name).read_text())["traceEvents"]

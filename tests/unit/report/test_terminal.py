@@ -168,7 +168,6 @@ def test_names_and_reasons_cannot_control_the_terminal(
         ["ls", tmp_path],
         ["watch", run],
         ["compare", run, run / "a"],
-        ["trace", run],
     ):
         main(["run", *map(str, words)])
         written = "".join(capsys.readouterr())
