@@ -329,7 +329,6 @@ CHECKS = {
     "titan check ": lambda words: (
         parse_titan(words[1:]) if "best.toml" in words else check_titan(words[2:])
     ),
-    "titan draw ": lambda words: parse_titan(words[1:]),
     "titan train ": lambda words: check_train(words),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
@@ -447,7 +446,7 @@ IN_TRAINED = {
 # Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
-    *("titan k8s init ", "titan draw ", "titan run plot "),
+    *("titan k8s init ", "titan run plot "),
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 

@@ -179,13 +179,6 @@ COMMANDS = (
         verbs=PLAN,
     ),
     Command(
-        "draw",
-        "Train",
-        "draw the mesh and the pipeline schedule of a configuration",
-        "draw",
-        takes_settings=True,
-    ),
-    Command(
         "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
     ),
     Command(

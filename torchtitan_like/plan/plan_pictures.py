@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.memory_report import parts_of
-from torchtitan_like.plan.pictures import draw_pipeline
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import (
     PARTS,
@@ -36,6 +36,20 @@ ROW = 0.45  # inches of a rank or a stream
 SHARPNESS = 4000  # spans of one color with a gap below 1/SHARPNESS of the step become one
 # Colors of the parts: the palette, then the palette again, lighter.
 STRENGTHS = (1.0, 0.45)
+
+MAX_ACTIONS = 8192  # of a pipeline
+CELL = 0.4  # inches, the height of a rank in a pipeline
+UNIT = 0.32  # inches of the shortest action of a pipeline
+STRENGTH = 0.7  # of the color of a rank's first stage
+# Kind of an action -> color and name.
+ACTIONS = {
+    "F": (PALETTE[0], "forward"),
+    "B": (PALETTE[1], "backward"),
+    "I": (PALETTE[1], "backward of inputs"),
+    "W": (PALETTE[2], "backward of weights"),
+}
+
+Starts = Sequence[Sequence[tuple[float, Action]]]  # of each action, by rank
 
 
 def draw_plan(
@@ -117,6 +131,30 @@ def draw_streams(recording: Recording, played: Played, rank: int, path: Path) ->
         )
 
 
+def draw_pipeline(
+    starts: Starts, seconds: Mapping[Action, float], step_seconds: float, path: Path
+) -> None:
+    """Draw the actions of each pipeline rank with the durations of a plan.
+
+    starts: as `schedule_view.schedule` returns them, in seconds. Raises OSError, and
+    ValueError for more than `MAX_ACTIONS`.
+    """
+    num_actions = sum(map(len, starts))
+    if num_actions > MAX_ACTIONS:
+        raise ValueError(
+            f"The schedule has {num_actions:,} actions. Expected at most {MAX_ACTIONS:,}, which can "
+            "be read. Draw a step with fewer micro-batches."
+        )
+    busy = [sum(seconds[action] for _, action in row) for row in starts]
+    text = (
+        f"Pipeline of {len(starts)} ranks: a step of {step_seconds:.3g} s, "
+        f"{min(busy):.3g} to {max(busy):.3g} s of it in forward and backward passes"
+    )
+    unit = min(value for value in seconds.values() if value > 0)
+    scaled = [[(start / unit, action) for start, action in row] for row in starts]
+    draw_actions(text, scaled, {each: value / unit for each, value in seconds.items()}, path)
+
+
 def draw_layouts(
     ranked: Sequence[tuple[Layout, Estimate]], gpu: Gpu, limit: float, path: Path
 ) -> None:
@@ -155,6 +193,49 @@ def draw_layouts(
         step.set_xlabel("seconds of a step")
         memory.invert_yaxis()
         _add_legend(figure)
+
+
+def draw_actions(text: str, starts: Starts, durations: Mapping[Action, float], path: Path) -> None:
+    """Draw a row of cells for each rank. Times are in units of `UNIT` inches."""
+    end = max(start + durations[action] for row in starts for start, action in row)
+    with picture(path, 1.2 + UNIT * max(end, 24), 1.3 + CELL * len(starts)) as figure:
+        axes = empty_axes(figure, text)
+        axes.set_xlim(-3, max(end, 24))
+        axes.set_ylim(len(starts) + 1.6, 0)
+        for rank, actions in enumerate(starts):
+            axes.text(-0.3, rank + 0.5, f"rank {rank}", ha="right", va="center", fontsize="small")
+            stages = sorted({action.stage for _, action in actions})
+            for start, action in actions:
+                color, _ = ACTIONS[action.kind]
+                strength = STRENGTH / (1 + stages.index(action.stage))
+                box = start, rank, durations[action]
+                draw_cell(axes, box, str(action.micro_batch), color, strength)
+        kinds = {action.kind for row in starts for _, action in row}
+        for number, kind in enumerate(kind for kind in ACTIONS if kind in kinds):
+            color, name = ACTIONS[kind]
+            draw_cell(axes, (7 * number, len(starts) + 0.4, 1), "", color, STRENGTH)
+            axes.text(7 * number + 1.3, len(starts) + 0.9, name, va="center", fontsize="small")
+
+
+def empty_axes(figure: Any, text: str) -> Any:
+    axes = figure.subplots()
+    axes.set_axis_off()
+    axes.set_title(text, loc="left", fontsize="medium")
+    return axes
+
+
+def draw_cell(
+    axes: Any, box: tuple[float, float, float], text: str, color: str, strength: float
+) -> None:
+    """Draw a cell of height 1 with black text. box: left, top, width. strength: 0 is white."""
+    from matplotlib.colors import to_rgb
+    from matplotlib.patches import Rectangle
+
+    left, top, width = box
+    tint = [1 - strength * (1 - part) for part in to_rgb(color)]
+    axes.add_patch(Rectangle((left, top), width, 1, facecolor=tint, edgecolor=GRAY))
+    middle = left + width / 2, top + 0.5
+    axes.text(*middle, text, ha="center", va="center", fontsize="small", color="black")
 
 
 def _lanes(

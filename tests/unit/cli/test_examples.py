@@ -156,7 +156,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("draw", "run plot", "k8s init", "k8s pod", "lighthouse"),
+    *("run plot", "k8s init", "k8s pod", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
     "plan calibrate",
 )
@@ -329,11 +329,6 @@ def test_plan(tmp_path: Path) -> None:
     output = run_example("plan", tmp_path)
     assert "= reserved by the allocator" in output and ": fits\n" in output
     assert "a step, " in output and "tokens/s of each GPU" in output
-
-
-def test_draw(tmp_path: Path, example: Example) -> None:
-    assert "Wrote mesh.svg" in example("draw", tmp_path)
-    assert "8 ranks = dp_shard 4 x tp 2" in (tmp_path / "mesh.svg").read_text()
 
 
 # ---- titan completion

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -10,17 +11,35 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.unit.plan.test_closed_form import FSDP_8
-from tests.unit.plan.test_pictures import SVG, colors_of, texts_of
 from tests.unit.plan.test_timeline import compute, gather, recorded, wait
 from torchtitan_like.distributed.schedule_view import order_of, schedule
 from torchtitan_like.plan.extend import Estimate
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.ledger import RankMemory
-from torchtitan_like.plan.pictures import draw_pipeline
-from torchtitan_like.plan.plan_pictures import draw_layouts, draw_memory, draw_streams
+from torchtitan_like.plan.plan_pictures import (
+    draw_layouts,
+    draw_memory,
+    draw_pipeline,
+    draw_streams,
+)
 from torchtitan_like.plan.timeline import play
 from torchtitan_like.util.pictures import PALETTE
 from torchtitan_like.util.units import GIB
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts_of(picture: Path) -> list[str]:
+    return [text.text or "" for text in ElementTree.parse(picture).getroot().iter(f"{SVG}text")]
+
+
+def colors_of(picture: Path) -> Counter[str]:
+    """Return the number of filled cells of each color."""
+    styles = (
+        path.get("style", "") for path in ElementTree.parse(picture).getroot().iter(f"{SVG}path")
+    )
+    fills = (style.partition("fill: ")[2][:7] for style in styles)
+    return Counter(fill for fill in fills if fill.startswith("#"))
 
 
 def boxes_of(picture: Path, color: str) -> list[tuple[float, float]]:
@@ -82,6 +101,21 @@ def test_a_pipeline_is_drawn_with_its_seconds(tmp_path: Path) -> None:
         for color in (forward, backward)
     ]
     assert max(widths) == pytest.approx(3 * min(widths), rel=1e-3)
+
+
+def test_a_step_with_many_actions_is_not_drawn(tmp_path: Path) -> None:
+    order = order_of("GPipe", 2, 1, 3000)
+    seconds = dict.fromkeys((action for row in order for action in row), 0.1)
+    with pytest.raises(ValueError, match="The schedule has 12,000 actions"):
+        draw_pipeline(schedule(order, seconds.__getitem__), seconds, 2.5, tmp_path / "a.svg")
+
+
+def test_the_same_plan_gives_the_same_bytes(tmp_path: Path) -> None:
+    order = order_of("GPipe", 2, 1, 4)
+    seconds = dict.fromkeys((action for row in order for action in row), 0.1)
+    for name in "ab":
+        draw_pipeline(schedule(order, seconds.__getitem__), seconds, 2.5, tmp_path / f"{name}.svg")
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
 def test_layouts_are_drawn_with_their_memory_and_time(tmp_path: Path) -> None:
