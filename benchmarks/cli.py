@@ -36,7 +36,6 @@ COMMANDS = (
     "titan data --help",
     "titan plan --help",
     "titan download --help",
-    "titan completion bash",
 )
 
 

@@ -13,6 +13,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_like.util.exit_codes import ExitCode
@@ -21,6 +22,8 @@ from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
 HELP = ("--help", "-h", "help")
+# Shell function that completes file names: `shtab.FILE`.
+SHTAB_FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 
 class Command(NamedTuple):
@@ -185,20 +188,10 @@ COMMANDS = (
         "download", "Data and models", "download a model from the Hugging Face Hub", "download"
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
-    Command("node", "Machines and shell", "check machines and measure their network", verbs=NODE),
-    Command(
-        "lighthouse", "Machines and shell", "track which replica groups are alive", "lighthouse"
-    ),
-    Command("slurm", "Machines and shell", "write batch scripts, watch jobs", verbs=SLURM),
-    Command(
-        "k8s", "Machines and shell", "write files of Kubernetes jobs, run their pods", verbs=K8S
-    ),
-    Command(
-        "completion",
-        "Machines and shell",
-        "print a script that completes titan commands",
-        "completion",
-    ),
+    Command("node", "Machines", "check machines and measure their network", verbs=NODE),
+    Command("lighthouse", "Machines", "track which replica groups are alive", "lighthouse"),
+    Command("slurm", "Machines", "write batch scripts, watch jobs", verbs=SLURM),
+    Command("k8s", "Machines", "write files of Kubernetes jobs, run their pods", verbs=K8S),
     Command(
         "ckpt",
         "Checkpoints",
@@ -293,6 +286,38 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=not command.takes_settings,
     )
+
+
+def full_parser() -> argparse.ArgumentParser:
+    """Return one parser of all commands and settings, for shtab's scripts of shell completion."""
+    parser = argparse.ArgumentParser(prog="titan")
+    parser.add_argument("--version", action="store_true")
+    _add_commands(parser, COMMANDS)
+    return parser
+
+
+def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) -> None:
+    from torchtitan_like.config.fields import all_settings
+
+    subparsers = parser.add_subparsers()
+    for command in commands:
+        child = subparsers.add_parser(
+            command.name.split()[-1],
+            help=command.summary,
+            add_help=not command.takes_settings,
+            conflict_handler="resolve",
+        )
+        if command.verbs:
+            _add_commands(child, command.verbs)
+        if command.takes_settings:
+            for setting in all_settings():
+                if "<" not in setting.key:
+                    child.add_argument(f"--{setting.key}")
+        if command.module:
+            importlib.import_module(f"{__name__}.{command.module}").configure(child)
+        for action in child._actions:
+            if action.type is Path or action.dest == "config":
+                action.complete = SHTAB_FILE  # type: ignore[attr-defined]
 
 
 def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> str:

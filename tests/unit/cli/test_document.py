@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from scripts.cli_reference import markdown
 from torchtitan_like.cli import executable_commands
-from torchtitan_like.cli.document import markdown
 
 
 def test_the_reference_page_is_up_to_date(repo_root: Path) -> None:
-    """If this fails: python -m torchtitan_like.cli.document > docs/reference/cli.md"""
+    """If this fails: python scripts/cli_reference.py > docs/reference/cli.md"""
     assert (repo_root / "docs/reference/cli.md").read_text() == markdown()
 
 

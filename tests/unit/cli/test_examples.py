@@ -148,7 +148,7 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 # Commands that print a result and change no file.
 PRINTING = (
-    *("check", "plan", "completion", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
+    *("check", "plan", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
     *("ckpt interval", "data show", "run ls", "run watch", "run compare", "node check"),
     *("slurm before", "slurm after", "generate"),
 )
@@ -329,13 +329,6 @@ def test_plan(tmp_path: Path) -> None:
     output = run_example("plan", tmp_path)
     assert "= reserved by the allocator" in output and ": fits\n" in output
     assert "a step, " in output and "tokens/s of each GPU" in output
-
-
-# ---- titan completion
-
-
-def test_completion(tmp_path: Path, example: Example) -> None:
-    assert "complete -o default -F _titan titan" in example("completion", tmp_path)
 
 
 # ---- titan download

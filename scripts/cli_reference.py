@@ -1,6 +1,6 @@
 """Write docs/reference/cli.md, with the arguments of every sub-command of `titan`.
 
-Run ``python -m torchtitan_like.cli.document > docs/reference/cli.md``.
+python scripts/cli_reference.py > docs/reference/cli.md
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 from torchtitan_like.cli import COMMANDS, Command, build_parser, executable_commands
 
 INTRODUCTION = """\
-<!-- Written by `python -m torchtitan_like.cli.document > docs/reference/cli.md`; a test compares the two. -->
+<!-- Written by `python scripts/cli_reference.py > docs/reference/cli.md`; a test compares the two. -->
 
 # The `titan` command
 
@@ -57,5 +57,13 @@ def _row(action: argparse.Action) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the page."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(markdown(), end="")
+
+
+if __name__ == "__main__":
+    main()
