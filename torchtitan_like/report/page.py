@@ -1,17 +1,20 @@
-"""Write the report of one or several runs as one HTML file that needs no network."""
+"""Write the report of one or several runs as one HTML file that needs no network.
+
+This module prepares the data of each section. `assets/sections.html` has a macro for each kind of
+section, which shows its data.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import json
-import math
 import re
 import time
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.report.curves import (
     HIDDEN_EVENTS,
@@ -23,12 +26,14 @@ from torchtitan_like.report.curves import (
 )
 from torchtitan_like.report.figures import draw
 from torchtitan_like.report.goodput import CLASSES
-from torchtitan_like.report.history import History
+from torchtitan_like.report.history import AttemptHistory, History
 from torchtitan_like.report.recorded import as_time
 from torchtitan_like.report.summary import compare, plan_event, summarize
-from torchtitan_like.report.tolerant import Row
 from torchtitan_like.util.run_directory import describe_error
 from torchtitan_like.util.units import format_bytes, format_duration
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 ASSETS = Path(__file__).parent / "assets"
 MAX_ROWS = 500  # of a table of events or evaluations
@@ -49,6 +54,14 @@ CLASS_COLORS = {
 }
 
 
+class Section(NamedTuple):
+    """A section of the page. kind: the macro that shows `data`."""
+
+    title: str
+    kind: str
+    data: Any
+
+
 def render_page(
     histories: Sequence[History], *, is_redacted: bool, refresh_seconds: float | None = None
 ) -> str:
@@ -56,62 +69,68 @@ def render_page(
 
     refresh_seconds: the browser reloads the page after this time; None: never.
     """
-    sections = [(f"Summary of {one.run.name}", _summary(one)) for one in histories]
+    sections = [
+        Section(f"Summary of {one.run.name}", "summary", _summary(one)) for one in histories
+    ]
     if len(histories) > 1:
-        sections.append(("Comparison", _comparison(histories)))
+        sections.append(Section("Comparison", "comparison", _comparison(histories)))
     charts = build_charts(histories)
     marks = [mark for history in histories for mark in build_marks(history)]
     shows_events = len(histories) == 1
     drawing = draw(charts, marks, shows_events=shows_events)
     if charts:
-        sections.append(("Curves", _curves(charts, marks, drawing.charts, shows_events)))
+        drawn = list(zip(charts, drawing.charts, strict=True))
+        sections.append(Section("Curves", "curves", _curves(drawn, marks, shows_events)))
     for history in histories:
         suffix = "" if len(histories) == 1 else f" of {history.run.name}"
-        sections += [(f"{title}{suffix}", html) for title, html in _details(history) if html]
-    links = "".join(
-        f'<a href="#s{number}">{escape(title)}</a>' for number, (title, _) in enumerate(sections)
-    )
-    main = "".join(
-        f'<section id="s{number}"><h2>{escape(title)}</h2>{html}</section>'
-        for number, (title, html) in enumerate(sections)
-    )
-    names = ", ".join(history.run.name for history in histories)
-    note = "<p>Environment, paths, host names and log text are left out.</p>" if is_redacted else ""
-    if refresh_seconds is not None:
-        written = _clock(time.time())
-        note += f"<p>Written at {written} UTC, and again every {refresh_seconds:g} s.</p>"
-    header = f'<h1>{escape(names)}</h1>{note}<nav aria-label="Sections">{links}</nav>'
+        sections += [
+            section._replace(title=f"{section.title}{suffix}") for section in _details(history)
+        ]
     scripts = f"{drawing.scripts}<script>{_asset('page.js')}</script>"
-    return _document(names, header, main, scripts, refresh_seconds)
+    template = _templates().get_template("page.html")
+    return template.render(
+        title=", ".join(history.run.name for history in histories),
+        sections=sections,
+        is_redacted=is_redacted,
+        refresh_seconds=refresh_seconds,
+        written=time.time(),
+        policy=_policy(scripts),
+        style=_asset("page.css"),
+        scripts=scripts,
+    )
 
 
-def _document(
-    title: str, header: str, main: str, scripts: str, refresh_seconds: float | None
-) -> str:
-    """Return a page that loads nothing from elsewhere, whatever its content is.
-
-    scripts: elements; the browser runs no others.
-    """
+def _policy(scripts: str) -> str:
+    """Return a Content-Security-Policy: the browser runs these scripts and loads nothing else."""
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
         for code in _SCRIPT.findall(scripts)
     ]
-    policy = (
+    return (
         f"default-src 'none'; script-src {' '.join(hashes)}; "
         "style-src 'unsafe-inline'; img-src data:; connect-src 'none'; base-uri 'none'; "
         "form-action 'none'"
     )
-    refresh = ""
-    if refresh_seconds is not None:
-        refresh = f'<meta http-equiv="refresh" content="{math.ceil(refresh_seconds)}">'
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">{refresh}'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
-        f"<title>{escape(title)}</title><style>{_asset('page.css')}</style></head>"
-        f"<body><header>{header}</header><main>{main}</main>{scripts}</body></html>\n"
+
+
+def _templates() -> Environment:
+    """Return the environment of the templates. It escapes all text without the filter `safe`."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(ASSETS),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"number": _number, "percent": _percent, "clock": _clock}
+    environment.globals |= {
+        "class_colors": CLASS_COLORS,
+        "max_rows": MAX_ROWS,
+        "hidden_events": HIDDEN_EVENTS,
+    }
+    return environment
 
 
 def _asset(name: str) -> str:
@@ -119,190 +138,107 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-# ---- summary
+# ---- the summary
 
 
-def _summary(history: History) -> str:
+def _summary(history: History) -> dict[str, Any]:
     numbers = summarize(history)
-    loss, tokens = numbers["loss"], numbers["tokens"]
-    tiles = [
-        ("goodput", _percent(numbers["goodput"])),
-        ("state", history.run.state.line),
-        ("step", _of(numbers["step"], numbers["total_steps"])),
-        ("tokens", _number(tokens)),
-        ("wall time", format_duration(numbers["wall_seconds"])),
-        ("model", numbers["model"] or NONE),
-        ("parameters", _number(numbers["num_parameters"])),
-        ("loss", f"{_number(loss['last'])} (mean of {loss['smoothing_window']} rows: "
-                 f"{_number(loss['last_smoothed'])})"),
-    ]  # fmt: skip
-    for name, validation in numbers["validation"].items():
-        best = validation["best"]
-        text = f"{_number(validation['last'])}"
-        if best is not None:
-            text += f" (best: {_number(best['value'])} at step {best['step']:,})"
-        tiles.append((f"validation loss {name}".rstrip(), text))
-    median = numbers["median"]
-    tiles += [
-        ("tokens/s and device", f"{_number(median['tps'])} (median)"),
-        ("MFU", NONE if median["mfu"] is None else f"{median['mfu']:.1f} % (median)"),
-        ("memory", f"{_number(numbers['max_memory_gib'])} GiB (largest)"),
-        ("skipped steps", _number(numbers["num_skipped_steps"])),
-        ("attempts", _number(len(numbers["attempts"]))),
-    ]
-    tiles = [(name, text) for name, text in tiles if text != NONE]
-    html = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in tiles)
-    description = numbers["description"]
-    intro = f"<p>{escape(str(description))}</p>" if description else ""
-    return f'{intro}<dl class="tiles">{html}</dl>{_problems(numbers)}{_waterfall(history)}'
-
-
-def _problems(numbers: dict[str, Any]) -> str:
     problems = list(numbers["problems"])
     if numbers["num_clock_jumps"]:
         problems.append(
             f"Times that are earlier than the one before them: {numbers['num_clock_jumps']:,}. "
             "Clocks differ between nodes or were set. Each counts as equal to the one before it"
         )
-    if not problems:
-        return ""
-    items = "".join(f"<li>{escape(problem)}</li>" for problem in problems)
-    return f'<div class="problems"><strong>Not read in full</strong><ul>{items}</ul></div>'
+    return {
+        "description": numbers["description"],
+        "tiles": [(name, text) for name, text in _tiles(history, numbers) if text != NONE],
+        "problems": problems,
+        "waterfall": list(_waterfall(history)),
+    }
 
 
-def _waterfall(history: History) -> str:
-    """Return the table of goodput: each class of time, and where it lies in the wall time."""
+def _tiles(history: History, numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield name and text of each number of the summary."""
+    loss, median = numbers["loss"], numbers["median"]
+    smoothed = f"mean of {loss['smoothing_window']} rows: {_number(loss['last_smoothed'])}"
+    yield "goodput", _percent(numbers["goodput"])
+    yield "state", history.run.state.line
+    yield "step", _of(numbers["step"], numbers["total_steps"])
+    yield "tokens", _number(numbers["tokens"])
+    yield "wall time", format_duration(numbers["wall_seconds"])
+    yield "model", numbers["model"] or NONE
+    yield "parameters", _number(numbers["num_parameters"])
+    yield "loss", f"{_number(loss['last'])} ({smoothed})"
+    for name, validation in numbers["validation"].items():
+        best = validation["best"]
+        text = _number(validation["last"])
+        if best is not None:
+            text += f" (best: {_number(best['value'])} at step {best['step']:,})"
+        yield f"validation loss {name}".rstrip(), text
+    yield "tokens/s and device", f"{_number(median['tps'])} (median)"
+    yield "MFU", NONE if median["mfu"] is None else f"{median['mfu']:.1f} % (median)"
+    yield "memory", f"{_number(numbers['max_memory_gib'])} GiB (largest)"
+    yield "skipped steps", _number(numbers["num_skipped_steps"])
+    yield "attempts", _number(len(numbers["attempts"]))
+
+
+class BarRow(NamedTuple):
+    """A row of the table of goodput. part: class, start and length as fractions of the whole."""
+
+    label: str
+    meaning: str
+    seconds: float
+    share: float
+    part: tuple[str, float, float]
+    style: str = ""
+
+
+def _waterfall(history: History) -> Iterator[BarRow]:
+    """Yield a row for each class of time, and where it lies in the wall time; none without times."""
     goodput = history.goodput
     wall = goodput.wall
     if wall <= 0:
-        return "<p>No times are recorded.</p>"
-    rows = [_bar_row("wall time", wall, 1.0, [("training", 0.0, 1.0)], "outline", "")]
+        return
+    meaning = "from the first start to the end"
+    yield BarRow("wall time", meaning, wall, 1.0, ("training", 0.0, 1.0), "outline")
     offset = 1.0
-    losses = [name for name in CLASSES if name != "training"]
-    for name in losses:
-        share = goodput.seconds[name] / wall
-        offset -= share
-        bar = [(name, offset, share)]
-        rows.append(_bar_row(name.replace("_", "-"), goodput.seconds[name], share, bar, "", name))
-    rows.append(
-        _bar_row(
-            "training (goodput)",
-            goodput.seconds["training"],
-            goodput.share,
-            [("training", 0.0, goodput.share)],
-            "",
-            "training",
-        )
-    )
-    head = "<tr><th>time</th><th>seconds</th><th>share</th><th></th></tr>"
-    return (
-        "<h3>Where the wall time went</h3>"
-        f'<div class="scroll"><table class="bars"><thead>{head}</thead>'
-        f"<tbody>{''.join(rows)}</tbody></table></div>"
-    )
-
-
-def _bar_row(
-    label: str,
-    seconds: float,
-    share: float,
-    parts: Sequence[tuple[str, float, float]],
-    style: str,
-    name: str,
-) -> str:
-    meaning = CLASSES.get(name, "from the first start to the end")
-    return (
-        f'<tr><th scope="row">{escape(label)}<small>{escape(meaning)}</small></th>'
-        f"<td>{seconds:,.1f}</td><td>{_percent(share)}</td>"
-        f"<td>{_bar(parts, style)}</td></tr>"
-    )
-
-
-def _bar(parts: Sequence[tuple[str, float, float]], style: str = "") -> str:
-    """Return a bar with colored parts: class, start and length as fractions of the whole."""
-    html = "".join(
-        f'<i style="left:{100 * max(0.0, start):.3f}%;width:{100 * length:.3f}%;'
-        f'background:{CLASS_COLORS[name]}" title="{escape(name)}: {_percent(length)}"></i>'
-        for name, start, length in parts
-        if length > 0
-    )
-    return f'<div class="bar {style}" aria-hidden="true">{html}</div>'
+    for name in CLASSES:
+        if name != "training":
+            seconds = goodput.seconds[name]
+            share = seconds / wall
+            offset -= share
+            part = (name, offset, share)
+            yield BarRow(name.replace("_", "-"), CLASSES[name], seconds, share, part)
+    part = ("training", 0.0, goodput.share)
+    seconds = goodput.seconds["training"]
+    yield BarRow("training (goodput)", CLASSES["training"], seconds, goodput.share, part)
 
 
 # ---- curves
 
 
 def _curves(
-    charts: Sequence[Chart], marks: Sequence[EventMarks], html: Sequence[str], shows_events: bool
-) -> str:
-    kinds = dict.fromkeys(mark.kind for mark in marks)
-    colors = {mark.kind: mark.color for mark in marks}
-    boxes = "".join(
-        f'<label><input type="checkbox" data-event="{escape(kind)}"'
-        f'{" checked" if shows_events else ""}><b style="background:{colors[kind]}"></b>'
-        f"{escape(kind)}</label>"
-        for kind in kinds
-    )
-    axes = "".join(
-        f'<label><input type="radio" name="x" value="{name}"{checked}>{name}</label>'
-        for name, checked in (("step", " checked"), ("tokens", ""), ("hours", ""))
-    )
-    steps = [step for chart in charts for curve in chart.curves for step in curve.step]
-    first, last = int(min(steps)), int(max(steps))
-    parts = [
-        '<form class="controls" autocomplete="off">'
-        f"<fieldset><legend>Horizontal axis</legend>{axes}</fieldset>"
-        '<fieldset><legend>Scale</legend><label><input type="checkbox" id="log">log axes of loss '
-        "and gradient norm</label></fieldset>",
-        f"<fieldset><legend>Events</legend>{boxes}</fieldset>" if boxes else "",
-        "<fieldset><legend>Read a step</legend>"
-        f'<input type="range" id="cursor" aria-label="step" min="{first}" max="{last}" '
-        f'value="{last}"><input type="number" id="cursor-step" aria-label="step" min="{first}" '
-        f'max="{last}" value="{last}"></fieldset></form>',
-    ]
-    section = ""
-    for chart, drawn in zip(charts, html, strict=True):
-        if chart.section != section:
-            parts.append("</div>" if section else "")
-            parts.append(f'<h3>{escape(chart.section)}</h3><div class="charts">')
-            section = chart.section
-        parts.append(f"<figure><figcaption>{_chart_caption(chart)}</figcaption>{drawn}</figure>")
-    parts.append(
-        "</div><h3>Values at the step</h3>"
-        '<div class="scroll"><table id="values" aria-live="polite"><thead><tr><th>curve</th>'
-        "<th>step</th><th>value</th></tr></thead><tbody></tbody></table></div>"
-    )
-    for mark in marks:
-        if mark.num_recorded > len(mark.step):
-            parts.append(
-                f"<p>{escape(mark.run)}: {len(mark.step):,} of {mark.num_recorded:,} events "
-                f"{escape(mark.kind)} are drawn.</p>"
-            )
-    return "".join(parts)
-
-
-def _chart_caption(chart: Chart) -> str:
-    """Return the chart as text: title, and the first and last value of each curve."""
-    unit = f", {escape(chart.unit)}" if chart.unit else ""
-    texts = [
-        f"{escape(curve.label)}: {_number(float(curve.values[0]))} → "
-        f"{_number(float(curve.values[-1]))}"
-        for curve in chart.curves
-        if not curve.is_raw
-    ]
-    return f"<strong>{escape(chart.title)}</strong>{unit}<br>{'; '.join(texts)}"
+    drawn: Sequence[tuple[Chart, str]], marks: Sequence[EventMarks], shows_events: bool
+) -> dict[str, Any]:
+    """drawn: each chart with its HTML."""
+    steps = [step for chart, _ in drawn for curve in chart.curves for step in curve.step]
+    by_section = groupby(drawn, lambda pair: pair[0].section)
+    return {
+        "first": int(min(steps)),
+        "last": int(max(steps)),
+        "colors": {mark.kind: mark.color for mark in marks},
+        "shows_events": shows_events,
+        "charts": [(section, list(pairs)) for section, pairs in by_section],
+        "marks": [mark for mark in marks if mark.num_recorded > len(mark.step)],
+    }
 
 
 # ---- several runs
 
 
-def _comparison(histories: Sequence[History]) -> str:
+def _comparison(histories: Sequence[History]) -> dict[str, Any]:
     result = compare(histories)
-    names = [history.run.name for history in histories]
-    differences = [
-        [key, *map(_setting, values)] for key, values in result["config_differences"].items()
-    ]
-    parts = ["<h3>Settings that differ</h3>", _table(["setting", *names], differences)]
+    losses = []
     for title, key, unit in (
         ("Loss at equal tokens", "loss_at_equal_tokens", "tokens"),
         ("Loss at equal time", "loss_at_equal_hours", "hours since the start"),
@@ -317,117 +253,75 @@ def _comparison(histories: Sequence[History]) -> str:
             ]
             for row in result[key]
         ]
-        parts += [f"<h3>{title}</h3>", _table([unit, *names], rows)]
-    return "".join(parts)
+        losses.append((title, unit, rows))
+    return {
+        "names": [history.run.name for history in histories],
+        "differences": [
+            [key, *map(_setting, values)] for key, values in result["config_differences"].items()
+        ],
+        "losses": losses,
+    }
 
 
 # ---- the other sections of a run
 
 
-def _details(history: History) -> Iterable[tuple[str, str]]:
-    yield "Attempts", _attempts(history)
-    yield "Plan", _plan(history)
-    yield "Last error", _last_error(history)
-    yield "Warnings", _warnings(history)
-    yield "Events", _events(history)
-    yield "Checkpoints", _checkpoints(history)
-    yield "Evaluations", _evals(history.run.evals)
-    yield "Configuration", _config(history)
-    yield "Environment", _environment(history)
+def _details(history: History) -> list[Section]:
+    """Return the sections after the curves. A section without data is left out."""
+    sections = [
+        Section("Attempts", "attempts", _attempts(history)),
+        Section("Plan", "plan", _plan(history)),
+        Section("Last error", "error", _last_error(history)),
+        Section("Warnings", "warnings", _warnings(history)),
+        Section("Events", "events", _events(history)),
+        Section("Checkpoints", "checkpoints", _checkpoints(history)),
+        Section("Evaluations", "evaluations", _evaluations(history)),
+        Section("Configuration", "configuration", _configuration(history)),
+        Section("Environment", "environment", _environment(history)),
+    ]
+    return [section for section in sections if section.data]
 
 
-def _attempts(history: History) -> str:
+def _attempts(history: History) -> dict[str, Any]:
+    return {
+        "colors": {
+            name: color
+            for name, color in CLASS_COLORS.items()
+            if history.goodput.seconds[name] > 0 and name != "stopped"
+        },
+        "rows": [_attempt_row(history, attempt) for attempt in history.attempts],
+    }
+
+
+def _attempt_row(
+    history: History, attempt: AttemptHistory
+) -> tuple[list[str], list[tuple[str, float, float]]]:
+    """Return the cells of an attempt and the parts of its bar."""
     wall = history.goodput.wall
-    rows = []
-    for attempt in history.attempts:
-        start = attempt.times.start - history.origin
-        spent = {k: v for k, v in attempt.seconds.items() if k != "stopped" and v > 0}
-        offset, parts = start, []
-        for name, seconds in spent.items():
-            if wall > 0:
-                parts.append((name, offset / wall, seconds / wall))
+    offset, parts = attempt.times.start - history.origin, []
+    for name, seconds in attempt.seconds.items():
+        if wall > 0 and name != "stopped" and seconds > 0:
+            parts.append((name, offset / wall, seconds / wall))
             offset += seconds
-        steps = NONE
-        if attempt.first_step is not None and attempt.last_step is not None:
-            steps = f"{attempt.first_step:,} to {attempt.last_step:,}"
-        cells = [
-            str(attempt.recorded.number),
-            _clock(attempt.times.start),
-            format_duration(max(0.0, attempt.times.end - attempt.times.start)),
-            steps,
-            _number(attempt.recorded.num_ranks),
-            attempt.ended,
-        ]
-        rows.append(
-            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}"
-            f"<td>{_bar(parts)}</td></tr>"
-        )
-    keys = "".join(
-        f'<span><b style="background:{color}"></b>{name.replace("_", "-")}</span>'
-        for name, color in CLASS_COLORS.items()
-        if history.goodput.seconds[name] > 0 and name != "stopped"
-    )
-    head = "".join(
-        f"<th>{name}</th>"
-        for name in ("attempt", "start (UTC)", "duration", "steps", "ranks", "ended", "timeline")
-    )
-    return (
-        f'<p class="keys">{keys}</p><div class="scroll"><table class="bars">'
-        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-        "<p>The bar of an attempt lies where the attempt lies in the wall time. The lengths of its "
-        "parts are its seconds in each class.</p>"
-    )
-
-
-def _last_error(history: History) -> str:
-    for attempt in reversed(history.attempts):
-        error = attempt.recorded.error
-        if error is None:
-            continue
-        number = attempt.recorded.number
-        if "traceback" not in error:
-            return f"<p>Attempt {number}: {escape(event_detail(error))}</p>"
-        try:
-            text = describe_error(error)
-        except (KeyError, TypeError, ValueError, OverflowError, OSError, AttributeError):
-            text = json.dumps(error, indent=1, default=str)
-        return f'<p>Attempt {number}</p><pre tabindex="0">{escape(text)}</pre>'
-    return ""
-
-
-def _warnings(history: History) -> str:
-    rows = [
-        [str(a.recorded.number), w.time, w.level, w.text, _number(w.count)]
-        for a in history.attempts
-        for w in a.recorded.warnings
+    steps = NONE
+    if attempt.first_step is not None and attempt.last_step is not None:
+        steps = f"{attempt.first_step:,} to {attempt.last_step:,}"
+    cells = [
+        str(attempt.recorded.number),
+        _clock(attempt.times.start),
+        format_duration(max(0.0, attempt.times.end - attempt.times.start)),
+        steps,
+        _number(attempt.recorded.num_ranks),
+        attempt.ended,
     ]
-    return _table(["attempt", "first time", "level", "text", "count"], rows) if rows else ""
+    return cells, parts
 
 
-def _events(history: History) -> str:
-    rows = [
-        [
-            str(event["event"]),
-            _number(as_time(event.get("step"))),
-            _clock(as_time(event.get("time"))),
-            event_detail(event),
-        ]
-        for event in history.events
-    ]
-    if not rows:
-        return ""
-    hidden = ", ".join(HIDDEN_EVENTS)
-    return (
-        _table(["event", "step", "time (UTC)", "detail"], rows)
-        + f"<p>Not on the curves: {hidden}, and events without a step.</p>"
-    )
-
-
-def _plan(history: History) -> str:
+def _plan(history: History) -> dict[str, Any]:
     """Return the newest comparison of predicted with measured memory and time, on rank 0."""
     event = plan_event(history)
     if event is None:
-        return ""
+        return {}
     rows = []
     for name, unit, planned, measured in (
         ("reserved memory", "GiB", "planned_reserved_gib", "reserved_gib"),
@@ -436,12 +330,46 @@ def _plan(history: History) -> str:
         before, after = as_time(event.get(planned)), as_time(event.get(measured))
         share = _signed_percent(after / before - 1) if before and after is not None else ""
         rows.append([f"{name}, {unit}", _number(before), _number(after), share])
-    head = ["on rank 0", "planned", "measured", "measured - planned"]
-    where = f"<p>Planned for {escape(str(event.get('gpu')))}.</p>"
-    return _table(head, rows) + where
+    return {"rows": rows, "gpu": str(event.get("gpu"))}
 
 
-def _checkpoints(history: History) -> str:
+def _last_error(history: History) -> dict[str, Any]:
+    for attempt in reversed(history.attempts):
+        error = attempt.recorded.error
+        if error is None:
+            continue
+        number = attempt.recorded.number
+        if "traceback" not in error:
+            return {"number": number, "has_traceback": False, "text": event_detail(error)}
+        try:
+            text = describe_error(error)
+        except (KeyError, TypeError, ValueError, OverflowError, OSError, AttributeError):
+            text = json.dumps(error, indent=1, default=str)
+        return {"number": number, "has_traceback": True, "text": text}
+    return {}
+
+
+def _warnings(history: History) -> list[list[str]]:
+    return [
+        [str(a.recorded.number), w.time, w.level, w.text, _number(w.count)]
+        for a in history.attempts
+        for w in a.recorded.warnings
+    ]
+
+
+def _events(history: History) -> list[list[str]]:
+    return [
+        [
+            str(event["event"]),
+            _number(as_time(event.get("step"))),
+            _clock(as_time(event.get("time"))),
+            event_detail(event),
+        ]
+        for event in history.events
+    ]
+
+
+def _checkpoints(history: History) -> list[list[str]]:
     seconds = {}
     for event in history.run.events:
         if event["event"] == "save" and as_time(event.get("seconds")) is not None:
@@ -462,87 +390,46 @@ def _checkpoints(history: History) -> str:
                 checkpoint.layout,
             ]
         )
+    return rows
+
+
+def _evaluations(history: History) -> dict[str, Any]:
+    rows = history.run.evals
     if not rows:
-        return ""
-    head = ["checkpoint", "step", "kind", "size", "saved in", "files", "pinned", "layout"]
-    return (
-        _table(head, rows)
-        + "<p>complete: all files of the manifest have their sizes. "
-        + "<code>titan ckpt verify</code> compares their content with its hashes.</p>"
-    )
+        return {}
+    head = list(dict.fromkeys(key for row in rows for key in row))
+    return {"head": head, "rows": [[_setting(row.get(key)) for key in head] for row in rows]}
 
 
-def _evals(rows: Sequence[Row]) -> str:
-    if not rows:
-        return ""
-    keys = list(dict.fromkeys(key for row in rows for key in row))
-    return _table(keys, [[_setting(row.get(key)) for key in keys] for row in rows])
-
-
-def _config(history: History) -> str:
+def _configuration(history: History) -> dict[str, Any]:
     if not history.run.config:
-        return ""
-    parts = []
-    changed = {key for attempt in history.attempts for key in attempt.changes}
-    rows = [
+        return {}
+    changes = [
         [f"attempt {attempt.recorded.number}", key, _setting(before), _setting(after)]
         for attempt in history.attempts
         for key, (before, after) in attempt.changes.items()
     ]
-    if rows:
-        parts.append("<h3>Changes between attempts</h3>")
-        parts.append(_table(["from", "setting", "before", "after"], rows))
-    sections: dict[str, list[tuple[str, Any]]] = {}
+    sections: dict[str, list[tuple[str, str]]] = {}
     for key, value in history.run.config.items():
-        sections.setdefault(key.partition(".")[0], []).append((key, value))
-    for section, settings in sections.items():
-        is_open = " open" if any(key in changed for key, _ in settings) else ""
-        lines = "".join(
-            f'<tr{" class=changed" if key in changed else ""}><th scope="row">{escape(key)}</th>'
-            f"<td>{escape(_setting(value))}</td></tr>"
-            for key, value in settings
-        )
-        parts.append(
-            f"<details{is_open}><summary>{escape(section)}</summary>"
-            f'<div class="scroll"><table>{lines}</table></div></details>'
-        )
-    return "".join(parts)
+        sections.setdefault(key.partition(".")[0], []).append((key, _setting(value)))
+    changed = {key for _, key, _, _ in changes}
+    return {
+        "changes": changes,
+        "changed": changed,
+        "sections": [
+            (name, settings, any(key in changed for key, _ in settings))
+            for name, settings in sections.items()
+        ],
+    }
 
 
-def _environment(history: History) -> str:
-    parts = []
+def _environment(history: History) -> dict[str, Any]:
+    """Return the files of the newest attempt that recorded its environment."""
     newest = next((a.recorded for a in reversed(history.attempts) if a.recorded.environment), None)
-    if newest is None:
-        return ""
-    for name, text in newest.environment.items():
-        parts.append(
-            f"<details><summary>{escape(name)} of attempt {newest.number}</summary>"
-            f'<pre tabindex="0">{escape(text)}</pre></details>'
-        )
-    return "".join(parts)
+    return {} if newest is None else {"number": newest.number, "files": newest.environment}
 
 
 # ---- text
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; of many rows only the first and last ones, with the number of the others."""
-    if not rows:
-        return "<p>None.</p>"
-    lines = [_row(row) for row in rows[: MAX_ROWS // 2]]
-    if len(rows) > MAX_ROWS:
-        num_hidden = len(rows) - MAX_ROWS
-        lines.append(f'<tr><td colspan="{len(head)}">… {num_hidden:,} more …</td></tr>')
-    lines += [_row(row) for row in rows[MAX_ROWS // 2 :][-(MAX_ROWS // 2) :]]
-    columns = "".join(f"<th>{escape(name)}</th>" for name in head)
-    return (
-        f'<div class="scroll"><table><thead><tr>{columns}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table></div>"
-    )
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
 
 
 def _setting(value: Any) -> str:
