@@ -297,7 +297,6 @@ CHECKS = {
     "salloc ": lambda words: check_job(words),
     "slurm/": lambda words: check_job(words),
     "titan slurm ": lambda words: parse_titan(words[1:]),
-    "titan k8s ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "torchrun --nproc_per_node=2 --no-python titan ": lambda words: parse_titan(words[4:]),
@@ -446,7 +445,7 @@ IN_TRAINED = {
 # Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
-    *("titan k8s init ", "titan run plot "),
+    "titan run plot ",
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 

@@ -1,4 +1,4 @@
-"""The files of `titan k8s init` are valid, and their pods train through losses of pods.
+"""The files of docs/examples/kubernetes are valid, and their pods train through losses of pods.
 
 No cluster is involved: a loop applies the job's rules to processes on this machine, and packages of
 Kubernetes and SkyPilot check the files.
@@ -20,8 +20,7 @@ import yaml
 
 from tests.distributed.parity import short_documents
 from tests.harness.ports import free_ports
-from tests.harness.runner import EXACT, kill_session, trainer_environment
-from torchtitan_like.cli import main
+from tests.harness.runner import EXACT, ROOT, kill_session, trainer_environment
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 
@@ -35,14 +34,8 @@ task = sky.Task.from_yaml(sys.argv[1])
 print(task.name, task.num_nodes, *task.volumes)
 """
 POLL_S = 0.1
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    folder = tmp_path / "k8s"
-    words = ["--name", "run1", "--nodes", "2", "--image", "registry.example.org/titan:1"]
-    assert main(["k8s", "init", str(folder), *words]) == 0
-    return folder
+NUM_PODS = 2  # instead of those in the file
+FILES = ROOT / "docs/examples/kubernetes"
 
 
 @pytest.fixture(scope="module")
@@ -55,37 +48,36 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "bin"
 
 
-def test_kubernetes_accepts_the_files(files: Path, tools: Path) -> None:
+def test_kubernetes_accepts_the_files(tools: Path) -> None:
     for version in VERSIONS:
         validate = [tools / "kubernetes-validate", "--strict", "-k", version]
-        command = [*validate, files / "job.yaml", files / "volume.yaml"]
+        command = [*validate, FILES / "job.yaml", FILES / "volume.yaml"]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_skypilot_accepts_the_task(files: Path, tools: Path, tmp_path: Path) -> None:
-    command = [tools / "python", "-c", LOAD_TASK, files / "sky.yaml"]
+def test_skypilot_accepts_the_task(tools: Path, tmp_path: Path) -> None:
+    command = [tools / "python", "-c", LOAD_TASK, FILES / "sky.yaml"]
     env = {**os.environ, "HOME": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "run1 2 /runs"
+    assert done.stdout.splitlines()[-1] == "run1 4 /runs"
 
 
 class IndexedJob:
     """Runs the pods of a job as processes, and replaces them as its podFailurePolicy says.
 
-    codes: the exit codes of the pods of each index, in order.
+    codes: the exit codes of the pods of each index, in order. programs: a folder with `titan`.
     """
 
-    def __init__(self, job: dict[str, Any], run: Path, settings: list[str]) -> None:
+    def __init__(self, job: dict[str, Any], run: Path, settings: list[str], programs: Path) -> None:
         self.spec = job["spec"]
         self.metrics = run / "metrics.jsonl"
         self.logs = run.with_name(f"{run.name}.logs")
         self.logs.mkdir()
         [container] = self.spec["template"]["spec"]["containers"]
-        _, *words = container["command"]
-        self.command = [sys.executable, "-m", "torchtitan_like", *words, "debug_model.toml"]
-        self.command += [*settings, "--job.dump_folder", str(run)]
+        self.command = [*container["command"], "debug_model.toml", *settings]
+        self.command += ["--job.dump_folder", str(run)]
         interfaces = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")  # of a cluster
         variables = {
             entry["name"]: entry["value"]
@@ -93,16 +85,17 @@ class IndexedJob:
             if "value" in entry and entry["name"] not in interfaces
         }
         local = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "NGPU": "1"}
-        local |= {"POD_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
+        local |= {"POD_IP": "127.0.0.1", "CUDA_VISIBLE_DEVICES": "", "NNODES": str(NUM_PODS)}
+        local["PATH"] = os.pathsep.join([str(programs), os.environ["PATH"]])
         self.env = trainer_environment(variables | local)
-        self.pods = {index: self.start(index) for index in range(self.spec["completions"])}
+        self.pods = {index: self.start(index) for index in range(NUM_PODS)}
         self.codes: dict[int, list[int]] = {index: [] for index in self.pods}
 
     def start(self, index: int) -> subprocess.Popen[str]:
         with open(self.log_of(index), "a") as log:
             return subprocess.Popen(
                 self.command,
-                env={**self.env, "JOB_COMPLETION_INDEX": str(index)},
+                env={**self.env, "NODE_RANK": str(index)},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -156,9 +149,9 @@ class IndexedJob:
             kill_session(pod)
 
 
-def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> None:
+def test_a_job_trains_through_losses_of_pods(tmp_path: Path) -> None:
     """One pod is killed, then one gets SIGTERM. The metrics equal those of an uninterrupted job."""
-    documents = yaml.safe_load_all((files / "job.yaml").read_text())
+    documents = yaml.safe_load_all((FILES / "job.yaml").read_text())
     job = next(document for document in documents if document["kind"] == "Job")
     settings = [
         "--training.dataset_path", str(short_documents(tmp_path)), "--training.steps", "150",
@@ -166,11 +159,16 @@ def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> Non
         "--model.args.n_layers", "2", "--model.args.n_heads", "4", "--checkpoint.enable",
         "--checkpoint.interval", "10", "--metrics.log_freq", "1", "--validation.no-enable",
     ]  # fmt: skip
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    titan = programs / "titan"
+    titan.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n')
+    titan.chmod(0o755)
     jobs = []
     try:
-        jobs.append(whole := IndexedJob(job, tmp_path / "whole", settings))
+        jobs.append(whole := IndexedJob(job, tmp_path / "whole", settings, programs))
         whole.run_to_end()
-        jobs.append(broken := IndexedJob(job, tmp_path / "broken", settings))
+        jobs.append(broken := IndexedJob(job, tmp_path / "broken", settings, programs))
         broken.run_to_step(12)
         kill_session(broken.pods[1])  # replaced before pod 0 notices
         broken.run_to_step(30)
@@ -183,8 +181,8 @@ def test_a_job_trains_through_losses_of_pods(files: Path, tmp_path: Path) -> Non
         for started in jobs:
             started.kill()
     assert whole.codes == {0: [0], 1: [0]}
-    saved = int(ExitCode.REQUEUE)
-    assert broken.codes == {0: [saved, saved, 0], 1: [128 + signal.SIGKILL, saved, 0]}
+    lost, saved = int(ExitCode.LOST_PEER), int(ExitCode.REQUEUE)
+    assert broken.codes == {0: [lost, saved, 0], 1: [128 + signal.SIGKILL, saved, 0]}
     exact = [
         [[row[key] for key in EXACT] for row in read_rows(started.metrics)]
         for started in (whole, broken)

@@ -132,19 +132,6 @@ SLURM = (
     Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm.after"),
 )
 
-K8S = (
-    Command(
-        "k8s init", "Files", "write the files of a Kubernetes or SkyPilot job, to edit", "k8s.init"
-    ),
-    Command(
-        "k8s pod",
-        "In job.yaml",
-        "train in a pod of an Indexed Job",
-        "k8s.pod",
-        takes_settings=True,
-    ),
-)
-
 PLAN = (
     Command(
         "plan search",
@@ -191,7 +178,6 @@ COMMANDS = (
     Command("node", "Machines", "check machines and measure their network", verbs=NODE),
     Command("lighthouse", "Machines", "track which replica groups are alive", "lighthouse"),
     Command("slurm", "Machines", "write batch scripts, watch jobs", verbs=SLURM),
-    Command("k8s", "Machines", "write files of Kubernetes jobs, run their pods", verbs=K8S),
     Command(
         "ckpt",
         "Checkpoints",

@@ -26,6 +26,7 @@ from torchtitan_like.util.run_directory import (
     attempt_folder,
     describe_error,
     files_of_ranks,
+    heartbeat_file,
     newest_attempt,
     numbered_attempts,
     ranks_with_errors,
@@ -116,9 +117,8 @@ def report_end(
     if end is not None and (is_agreed or code == end.code):
         return _report_agreed(config, end, start)
     if code == 0:
-        # With several machines, rank 0 may write the file into a folder that is not visible here.
         if start.num_nodes > 1:
-            return 0
+            return _code_without_exit(folder, start.since)
         show_error(
             f"The run ended with code 0, but did not write {exit_folder / EXIT}. Expected the "
             f"file at the end of every run. Read the logs below {folder / ATTEMPTS}."
@@ -134,6 +134,22 @@ def report_end(
     if code == ExitCode.STORAGE:  # another run is using the folder, as a rank has printed
         return code
     return report_crash(folder, code, start.since)
+
+
+def _code_without_exit(folder: Path, since: float) -> int:
+    """Return the code of a run on several machines that ended by agreement, without an exit.json.
+
+    Rank 0 may have written the file into a folder that is not visible here. If the folder of rank 0
+    is visible, another machine has started again and removed the file.
+    """
+    newest = newest_attempt(folder)
+    if newest is None or not _has_started(folder, since) or not heartbeat_file(newest, 0).exists():
+        return int(ExitCode.DONE)
+    show_error(
+        f"The run ended, and another machine has removed {folder / EXIT} to start again. Expected "
+        "all machines to start again: start this one too."
+    )
+    return int(ExitCode.REQUEUE)
 
 
 def _write_exit(folder: Path, end: RunEnd) -> None:

@@ -6,8 +6,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from torchtitan_like.util.templates import copy_templates, list_templates
-
 TEMPLATES = Path(__file__).with_name("templates")
 # Words of the templates that are replaced by paths. Slurm copies a batch script before it runs,
 # so a script cannot find its own folder.
@@ -20,8 +18,19 @@ def write_scripts(folder: Path) -> list[Path]:
 
     Raises FileExistsError, before it writes anything, if one of them exists, and OSError.
     """
-    words = {
-        FOLDER_OF_SCRIPTS: shlex.quote(str(folder.absolute())),
-        FOLDER_OF_TITAN: shlex.quote(str(Path(sys.executable).parent)),
-    }
-    return copy_templates(list_templates(TEMPLATES), folder, words)
+    templates = sorted(path for path in TEMPLATES.iterdir() if path.is_file())
+    targets = {path: folder / path.name for path in templates if path.name != "__init__.py"}
+    if existing := [target.name for target in targets.values() if target.exists()]:
+        raise FileExistsError(
+            f"{folder} already contains {', '.join(existing)}. "
+            "Expected a folder without these files. Choose another one, or move them."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    for template, target in targets.items():
+        text = template.read_text(encoding="utf-8")
+        text = text.replace(FOLDER_OF_SCRIPTS, shlex.quote(str(folder.absolute())))
+        text = text.replace(FOLDER_OF_TITAN, shlex.quote(str(Path(sys.executable).parent)))
+        target.write_text(text, encoding="utf-8")
+        if text.startswith("#!"):  # a wheel may have lost the mode
+            target.chmod(target.stat().st_mode | 0o111)
+    return list(targets.values())

@@ -114,8 +114,6 @@ TESTED_ELSEWHERE = (
     "slurm watchdog",
     "slurm before",
     "slurm after",  # tests/unit/slurm/test_commands.py
-    "k8s init",
-    "k8s pod",  # tests/unit/kubernetes
 )
 
 
@@ -156,7 +154,7 @@ PRINTING = (
 WRITING = (
     *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("run plot", "k8s init", "k8s pod", "lighthouse"),
+    *("run plot", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
     "plan calibrate",
 )

@@ -1,4 +1,4 @@
-"""`titan k8s init`: the files agree with each other, with the exit codes and with `titan`.
+"""The example files agree with each other, with the exit codes and with `titan`.
 
 tests/integration/test_kubernetes.py validates them with the schemas of Kubernetes and SkyPilot, and
 runs the pods.
@@ -6,7 +6,6 @@ runs the pods.
 
 from __future__ import annotations
 
-import shlex
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -14,26 +13,18 @@ from typing import Any
 import pytest
 import yaml
 
-from torchtitan_like.cli import COMMANDS, USAGE_ERROR, executable_commands, main, parse
-from torchtitan_like.cli.k8s.init import EXAMPLE
+from tests.harness.runner import ROOT
+from torchtitan_like.cli import COMMANDS, USAGE_ERROR, executable_commands, parse
 from torchtitan_like.config import JobConfig
 from torchtitan_like.util.exit_codes import WORTH_A_RETRY, ExitCode
 
-FILES = ["job.yaml", "sky.yaml", "volume.yaml"]
+FOLDER = ROOT / "docs/examples/kubernetes"
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the folder of the example in the help: run1 on 4 nodes of 8 GPUs."""
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(EXAMPLE)[1:]) == 0
-    return tmp_path / "k8s"
-
-
-@pytest.fixture
-def objects(folder: Path) -> dict[str, dict[str, Any]]:
+def objects() -> dict[str, dict[str, Any]]:
     """Return the objects of job.yaml by kind."""
-    documents = yaml.safe_load_all((folder / "job.yaml").read_text())
+    documents = yaml.safe_load_all((FOLDER / "job.yaml").read_text())
     return {document["kind"]: document for document in documents}
 
 
@@ -46,33 +37,6 @@ def pod(objects: dict[str, dict[str, Any]]) -> dict[str, Any]:
 def variables(pod: dict[str, Any]) -> dict[str, str]:
     [container] = pod["containers"]
     return {entry["name"]: entry["value"] for entry in container["env"] if "value" in entry}
-
-
-def test_all_files_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(EXAMPLE)[1:]) == 0
-    assert capsys.readouterr().out.split() == [f"k8s/{name}" for name in FILES]
-    folder = tmp_path / "k8s"
-    assert sorted(path.name for path in folder.iterdir()) == FILES
-    assert not [path for path in folder.iterdir() if "@" in path.read_text()]
-
-
-def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "job.yaml").unlink()
-    assert main(["k8s", "init", str(folder), "--image", "other"]) == 2
-    assert f"{folder} already contains sky.yaml, volume.yaml" in capsys.readouterr().err
-    assert not (folder / "job.yaml").exists()
-
-
-@pytest.mark.parametrize("name", ["Run1", "1run", "run-", "run_1", "", "a" * 51])
-def test_names_that_kubernetes_refuses_are_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["k8s", "init", str(tmp_path / "k8s"), "--image", "i", "--name", name]) == 2
-    assert f"The name is {name!r}. Expected" in capsys.readouterr().err
-    assert not (tmp_path / "k8s").exists()
 
 
 def test_every_pod_finds_pod_0(objects: dict[str, dict[str, Any]], pod: dict[str, Any]) -> None:
@@ -113,7 +77,7 @@ def test_the_policy_agrees_with_the_exit_codes(
     assert fail["action"] == "FailJob"
     assert set(fail["onExitCodes"]["values"]) == final | {USAGE_ERROR}
     assert ignore["action"] == "Ignore"
-    assert ignore["onExitCodes"]["values"] == [ExitCode.REQUEUE]
+    assert ignore["onExitCodes"]["values"] == [ExitCode.LOST_PEER, ExitCode.REQUEUE]
     assert disruption == {
         "action": "Ignore",
         "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
@@ -133,31 +97,79 @@ def test_shared_memory_is_larger_than_the_default(pod: dict[str, Any]) -> None:
     assert "persistentVolumeClaim" in volumes[paths["/runs"]]
 
 
-def test_pods_start_a_command_that_exists(folder: Path, pod: dict[str, Any]) -> None:
-    container = pod["containers"][0]
-    program, *words = container["command"]
-    assert program == "titan"
-    [command] = [one for one in executable_commands(COMMANDS) if one.name == " ".join(words)]
-    arguments = parse(command, container["args"])
-    assert arguments.config == "llama3_8b.toml"
-    assert arguments.settings == ["--job.dump_folder", "/runs/run1"]
-    claim = yaml.safe_load((folder / "volume.yaml").read_text())
+def test_the_volume_is_claimed(pod: dict[str, Any]) -> None:
+    claim = yaml.safe_load((FOLDER / "volume.yaml").read_text())
     assert claim["metadata"]["name"] == pod["volumes"][0]["persistentVolumeClaim"]["claimName"]
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
-def test_the_task_of_skypilot_starts_torchrun_on_each_node(folder: Path) -> None:
-    task = yaml.safe_load((folder / "sky.yaml").read_text())
+def test_the_node_rank_is_the_index_of_the_pod(pod: dict[str, Any]) -> None:
+    fields = {
+        entry["name"]: entry["valueFrom"]["fieldRef"]["fieldPath"]
+        for entry in pod["containers"][0]["env"]
+        if "valueFrom" in entry
+    }
+    assert fields == {
+        "NODE_RANK": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+        "POD_IP": "status.podIP",
+    }
+
+
+def write_titan(folder: Path) -> str:
+    """Write a `titan` that prints how it was called. Its `slurm before` prints $STEP."""
+    fake = folder / "bin/titan"
+    fake.parent.mkdir()
+    fake.write_text(
+        """#!/bin/sh
+case "$1 $2" in
+  "check "*) echo "config of $*"; exit "${CHECK:-0}" ;;
+  "slurm before") grep -q "config of check llama3_8b.toml" && echo "$STEP" ;;
+  *) echo "$NNODES $NODE_RANK $NGPU $MASTER_ADDR $*" ;;
+esac
+"""
+    )
+    fake.chmod(0o755)
+    return f"{fake.parent}:/usr/bin:/bin"
+
+
+@pytest.mark.parametrize(
+    ("rank", "changes", "code", "output"),
+    [
+        ("0", {}, 0, "4 0 8 10.0.0.7 train llama3_8b.toml --job.dump_folder /runs/run1"),
+        ("2", {}, 0, "4 2 8 run1-0.run1 train llama3_8b.toml --job.dump_folder /runs/run1"),
+        ("2", {"STEP": "none"}, 0, ""),
+        ("2", {"CHECK": "78"}, 78, ""),
+    ],
+    ids=["pod 0 listens on its own address", "another pod", "all steps are done", "bad config"],
+)
+def test_a_pod_starts_training(
+    rank: str, changes: dict[str, str], code: int, output: str, pod: dict[str, Any], tmp_path: Path
+) -> None:
+    container = pod["containers"][0]
+    path = write_titan(tmp_path)
+    own = {"PATH": path, "NODE_RANK": rank, "POD_IP": "10.0.0.7", "STEP": "10"}
+    command = [*container["command"], *container["args"]]
+    env = {**variables(pod), **own, **changes}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (code, output), done.stderr
+
+
+def test_the_command_of_a_pod_exists(pod: dict[str, Any]) -> None:
+    for name in ("train", "check"):
+        [command] = [one for one in executable_commands(COMMANDS) if one.name == name]
+        arguments = parse(command, pod["containers"][0]["args"])
+        assert arguments.config == "llama3_8b.toml"
+        assert arguments.settings == ["--job.dump_folder", "/runs/run1"]
+
+
+def test_the_task_of_skypilot_starts_torchrun_on_each_node(tmp_path: Path) -> None:
+    task = yaml.safe_load((FOLDER / "sky.yaml").read_text())
     assert (task["name"], task["num_nodes"]) == ("run1", 4)
     assert task["resources"]["accelerators"] == "H100:8"
     recovery = task["resources"]["job_recovery"]
     assert set(recovery["recover_on_exit_codes"]) <= set(WORTH_A_RETRY)
-    fake = folder / "bin/titan"
-    fake.parent.mkdir()
-    fake.write_text('#!/bin/sh\necho "$NNODES $NODE_RANK $NGPU $MASTER_ADDR $*"\n')
-    fake.chmod(0o755)
     env = {
-        "PATH": f"{fake.parent}:/usr/bin:/bin",
+        "PATH": write_titan(tmp_path),
         "SKYPILOT_NUM_NODES": "4",
         "SKYPILOT_NODE_RANK": "2",
         "SKYPILOT_NUM_GPUS_PER_NODE": "8",

@@ -710,6 +710,17 @@ def record_errors(attempt: Path, errors: dict[int, str], when: float) -> None:
         (attempt / f"errors/rank-{rank}.json").write_text(json.dumps(record))
 
 
+@pytest.mark.parametrize(("rank", "code"), [(0, 75), (8, 0)])
+def test_a_machine_starts_again_if_another_one_already_does(
+    shell: Shell, rank: int, code: int
+) -> None:
+    """The other one has removed exit.json. Without a heartbeat of rank 0, its folder is elsewhere."""
+    run = f"mkdir -p outputs/attempts/1/heartbeat; echo {{}} >outputs/attempts/1/heartbeat/rank-{rank}.json"
+    result = shell(NNODES="2", MASTER_ADDR="n1", RUN=run)
+    assert result.returncode == code, result.stderr
+    assert ("another machine has removed" in result.stderr) == (code == 75)
+
+
 def test_a_stale_exit_json_is_deleted_before_the_run_starts(shell: Shell) -> None:
     (shell.folder / "outputs" / "exit.json").write_text('{"reason": "stale", "code": 3, "step": 1}')
     assert (

@@ -1,1 +1,0 @@
-"""`titan k8s`: one module for each verb."""

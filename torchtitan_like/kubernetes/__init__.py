@@ -1,1 +1,0 @@
-"""Jobs on Kubernetes and with SkyPilot: the files of a job, and what runs in each of its pods."""

@@ -1,1 +1,0 @@
-"""Files that `titan k8s init` copies."""
