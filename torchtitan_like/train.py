@@ -107,6 +107,7 @@ from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.gated import local as local_shard
+from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -137,7 +138,7 @@ from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
-from torchtitan_like.util.plan_file import settings_of
+from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
 from torchtitan_like.util.run_directory import DATA_WAIT, parse_config
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
@@ -819,6 +820,10 @@ class Trainer:
         seconds = self.config.comm.train_timeout_seconds
         self.world.tighten_timeouts(timedelta(seconds=seconds))
         self.position.stall_seconds = 0.8 * seconds
+        if self.is_leader:
+            averages = {} if self.ema is None else self.ema.named_averages()
+            modules = kept_bytes(self.optimizer, averages)
+            self.attempt.event(MODULES_EVENT, step=self.progress.step, modules=modules)
         if self.activation_offload is not None:
             self._log_activation_offload(self.activation_offload)
 

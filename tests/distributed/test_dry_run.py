@@ -21,11 +21,13 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
+from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.fake import _split_evenly
 from torchtitan_like.plan.ledger import find_peak, live_bytes
 from torchtitan_like.plan.record import Recorder, Recording, recording_in_place
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.util.plan_file import ModuleBytes
 
 NUM_STEPS = 2
 FSDP = "parallelism.data_parallel_shard_degree"
@@ -39,15 +41,17 @@ class Measured(NamedTuple):
     """What is equal on a rank and in its dry run.
 
     live: bytes at the end of each phase. sent: (operator, bytes, ranks) of each collective.
+    modules: bytes that each module keeps between steps.
     """
 
     live: dict[str, int]
     sent: Counter[tuple[str, int, int]]
     flops: int
     peak: int
+    modules: ModuleBytes
 
 
-def measure(recording: Recording) -> Measured:
+def measure(recording: Recording, modules: ModuleBytes) -> Measured:
     work = recording.between("optimizer", f"step {NUM_STEPS}")
     peak = find_peak(recording)
     assert peak is not None
@@ -60,6 +64,7 @@ def measure(recording: Recording) -> Measured:
         ),
         sum(item.flops for item in work),
         peak.num_bytes,
+        modules,
     )
 
 
@@ -120,9 +125,11 @@ def record_trainer(argv: list[str]) -> Measured:
                 gc.collect()  # as the dry run does
                 wait_for_threads()
             recorder.recording.mark(f"step {step}")
+        averages = {} if trainer.ema is None else trainer.ema.named_averages()
+        modules = kept_bytes(trainer.optimizer, averages)
     finally:
         parity.release(trainer)
-    return measure(recorder.recording)
+    return measure(recorder.recording, modules)
 
 
 ALWAYS = "parallelism.fsdp_reshard_after_forward"
@@ -208,7 +215,7 @@ def test_dry_run_equals_real_ranks(layout: str, tmp_path: Path) -> None:
     config, _ = load_checked(argv, num_ranks, training=False)
     dry = record_ranks(config, num_ranks, range(num_ranks), device_type="cpu", num_steps=NUM_STEPS)
     for rank in range(num_ranks):
-        assert measure(dry[rank].recording) == real[rank], rank
+        assert measure(dry[rank].recording, dry[rank].modules) == real[rank], rank
 
 
 @pytest.mark.nightly

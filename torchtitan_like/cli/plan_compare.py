@@ -25,8 +25,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     add_json_flag(parser)
     parser.epilog = (
-        "Compares memory and step time of rank 0, from the newest attempt. A run does so itself if\n"
-        "X.plan.json is next to its X.toml. Reads files only. Returns 0 if all are within 10 % of\n"
+        "Compares memory and step time of rank 0, from the newest attempt, and lists what each module\n"
+        "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only. Returns 0 if all are within 10 % of\n"
         "the plan, 1 if not, and 2 if there is no plan of this configuration, or nothing to compare.\n\n"
         f"example: {EXAMPLE}"
     )
@@ -38,14 +38,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.recorded import measured_steps, read_run
+    from torchtitan_like.report.recorded import measured_modules, measured_steps, read_run
     from torchtitan_like.util.plan_file import (
         PLAN,
         TOLERANCE,
+        check_modules,
         describe_differences,
         deviations,
         differences,
         event_fields,
+        module_table,
         read_plan,
         settings_of,
     )
@@ -66,6 +68,8 @@ def _compare(arguments: argparse.Namespace) -> int:
     if found := differences(plan, settings_of(read_config(folder), num_ranks)):
         show_error(describe_differences(path, found))
         return FAILED
+    modules = measured_modules(recorded)
+    check_modules(modules)
     measured = measured_steps(recorded)
     compared = deviations(plan, measured)
     if not compared:
@@ -75,10 +79,12 @@ def _compare(arguments: argparse.Namespace) -> int:
         )
         return FAILED
     if arguments.json:
-        print_json(event_fields(plan, measured))
+        both = {"planned_modules": plan.modules, "modules": modules}
+        print_json({**event_fields(plan, measured), **both})
     else:
         print(f"Plan for {plan.gpu} ({path})")
         print("\n".join(map(str, compared)))
         if measured.reserved is None:
             print("Memory is not compared: the run did not measure a GPU's allocator")
+        print("\n".join(module_table(plan.modules, modules)))
     return OFF if any(abs(each.share) > TOLERANCE for each in compared) else 0

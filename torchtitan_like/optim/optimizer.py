@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
     from torchtitan_like.models.hf_table import Table
+    from torchtitan_like.util.plan_file import ModuleBytes
 
 Tensor = torch.Tensor
 
@@ -270,6 +272,22 @@ class Optimizer:
         for name, value in self.state_dict().items():
             if value is not state_dict[name]:
                 value.copy_(state_dict[name])
+
+
+def kept_bytes(optimizer: Optimizer, averages: Mapping[str, Tensor]) -> ModuleBytes:
+    """Return what this rank's shards keep in memory between steps.
+
+    averages: averaged weights, by `average.<parameter>`. All layers count as one: the tensors of
+    `layers.0.attention` to `layers.31.attention` belong to `layers.*.attention`.
+    """
+    weights = {f"weights.{name}": weight for name, weight in optimizer.named}
+    modules: ModuleBytes = {}
+    for name, tensor in {**weights, **optimizer.state_dict(), **averages}.items():
+        kind, _, path = name.partition(".")
+        parts = re.sub(r"\.\d+\.", ".*.", path).split(".")
+        module = modules.setdefault(".".join(parts[:3] if "*" in parts else parts[:1]), {})
+        module[kind] = module.get(kind, 0) + _num_bytes(tensor)
+    return modules
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -36,7 +36,7 @@ from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import get_spec, has_experts, needs_positions, resolve_args
 from torchtitan_like.optim.balancing import describe_layers
 from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.optim.optimizer import Optimizer
+from torchtitan_like.optim.optimizer import Optimizer, kept_bytes
 from torchtitan_like.plan.fake import (
     DEVICE_TYPE,
     MirrorGroup,
@@ -49,16 +49,18 @@ from torchtitan_like.plan.progress import Progress
 from torchtitan_like.plan.record import Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.step import StepRunner
+from torchtitan_like.util.plan_file import ModuleBytes
 from torchtitan_like.util.units import MIB
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """The recording of one rank."""
+    """The recording of one rank. modules: bytes that stay in memory between its steps."""
 
     rank: int
     dims: ParallelDims
     recording: Recording
+    modules: ModuleBytes
 
 
 def dims_of(config: JobConfig, world_size: int) -> ParallelDims:
@@ -100,8 +102,8 @@ def record_rank(
     with faking(recorder) as fake:
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
         recorder.name_dimensions(world.groups)
-        _record_steps(config, world, recorder, num_steps)
-    return DryRun(rank, dims, recorder.recording)
+        modules = _record_steps(config, world, recorder, num_steps)
+    return DryRun(rank, dims, recorder.recording, modules)
 
 
 def _as_dry_run(config: JobConfig) -> JobConfig:
@@ -122,7 +124,10 @@ def _as_dry_run(config: JobConfig) -> JobConfig:
     )
 
 
-def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps: int) -> None:
+def _record_steps(
+    config: JobConfig, world: World, recorder: Recorder, num_steps: int
+) -> ModuleBytes:
+    """Record the steps. Returns the bytes that stay in memory between them."""
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
     geometry = batch_geometry(
@@ -209,6 +214,8 @@ def _record_steps(config: JobConfig, world: World, recorder: Recorder, num_steps
             gate.record(step)
             gc.collect()  # what only reference cycles hold is not part of a step
             recorder.recording.mark(f"step {step}")
+    averages = {} if ema is None else ema.named_averages()
+    return kept_bytes(optimization.optimizer, averages)
 
 
 def _record_gradients(optimizer: Optimizer, recorder: Recorder) -> None:

@@ -9,6 +9,7 @@ from torchtitan_like.plan.allocator import replay
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.record import Alloc, Category, Recording
+from torchtitan_like.util.plan_file import ModuleBytes
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ class RankMemory:
     stage: pipeline rank. reserved: of the allocator. active: peak of live bytes, rounded as the
     allocator does. by_category: live bytes at the peak. moment: when it is reached, in words.
     by_stream: reserved bytes of each stream's pools. host: peak of the host's tensors.
+    modules: bytes that stay between steps.
     """
 
     rank: int
@@ -89,6 +91,7 @@ class RankMemory:
     moment: str
     by_stream: dict[str, int]
     host: int
+    modules: ModuleBytes
 
     @property
     def fragmentation(self) -> int:
@@ -120,6 +123,7 @@ def memory_of(
         describe_moment(recording, peak),
         by_stream,
         0 if host is None else host.num_bytes,
+        run.modules,
     )
 
 

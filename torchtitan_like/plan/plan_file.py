@@ -38,4 +38,5 @@ def plan_of(
         fullest=max(needed_gib(memory, gpu) for memory in memories),
         step_seconds=None if time is None else time.seconds,
         error_percent=None if time is None else time.error_percent,
+        modules=first.modules,
     )

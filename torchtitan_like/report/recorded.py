@@ -30,7 +30,7 @@ from torchtitan_like.report.tolerant import (
     read_columns,
     read_objects,
 )
-from torchtitan_like.util.plan_file import MEMORY_STEP, TIME_STEP, Measured
+from torchtitan_like.util.plan_file import MEMORY_STEP, MODULES_EVENT, TIME_STEP, Measured
 from torchtitan_like.util.reading import read_json, read_text
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
@@ -220,6 +220,13 @@ def measured_steps(recorded: RecordedRun) -> Measured:
         float(memory[0]) if has_gpu and len(memory) else None,
         float(np.median(times)) if len(times) else None,
     )
+
+
+def measured_modules(recorded: RecordedRun) -> Any:
+    """Return the bytes that the newest attempt found in each module; {} if it trained no step."""
+    number = recorded.attempts[-1].number
+    events = [event for event in recorded.events if event.get("attempt") == number]
+    return next((e.get("modules") for e in events if e.get("event") == MODULES_EVENT), {})
 
 
 def _read_end(run: Path, problems: list[str]) -> RunEnd | None:

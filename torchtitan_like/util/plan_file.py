@@ -10,14 +10,16 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.reading import FINITE, INTEGER, NUMBER, TEXT, check_kinds, read_json
+from torchtitan_like.util.units import MIB
 
 PLAN = "plan.json"  # in the run directory
 SUFFIX = ".plan.json"  # next to the TOML file
 EVENT = "plan"  # kind of the event in events.jsonl
+MODULES_EVENT = "memory"  # kind of the event with the measured bytes of each module
 VERSION = 1
 MAX_LISTED = 5  # settings in a message
 
@@ -62,13 +64,18 @@ SETTINGS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
 )
 
 
+# Module -> kind of tensor (weights, state of the optimizer, average) -> bytes on rank 0 between two steps.
+ModuleBytes: TypeAlias = dict[str, dict[str, int]]
+
+
 @dataclass(frozen=True)
 class PlanFile:
-    """A prediction. Sizes are GiB.
+    """A prediction. Sizes are GiB, except `modules`.
 
     settings: those of `SETTINGS`, by dotted key, and world_size. gpu, cluster: keys of descriptions.
     reserved, active: of the allocator on rank 0. fullest: what the fullest rank takes of its GPU.
     step_seconds: None if the time was not predicted. error_percent: of it.
+    modules: what stays in memory between steps.
     """
 
     settings: dict[str, Any]
@@ -79,6 +86,7 @@ class PlanFile:
     fullest: float
     step_seconds: float | None
     error_percent: float | None
+    modules: ModuleBytes
 
 
 KINDS = {
@@ -125,6 +133,7 @@ def read_plan(path: Path) -> PlanFile:
         check_kinds(content, KINDS)
         if content.pop("version", None) != VERSION:
             raise ValueError(f"its version is not {VERSION}")
+        check_modules(content.get("modules"))
         plan = PlanFile(**content)
         for name in ("reserved", "active", "fullest"):
             value = getattr(plan, name)
@@ -138,6 +147,15 @@ def read_plan(path: Path) -> PlanFile:
             "--world-size N -o FILE`: write it again"
         ) from None
     return plan
+
+
+def check_modules(modules: Any) -> None:
+    """Raise ValueError unless a parsed value is `ModuleBytes`."""
+    if not isinstance(modules, dict):
+        raise ValueError("modules is no table")
+    for module, kinds in modules.items():
+        if not isinstance(kinds, dict) or any(type(size) is not int for size in kinds.values()):
+            raise ValueError(f"modules.{module} is {kinds!r}")
 
 
 def beside(config_file: Path) -> Path:
@@ -213,6 +231,19 @@ def deviations(plan: PlanFile, measured: Measured) -> list[Deviation]:
         for name, unit, planned, value in pairs
         if planned is not None and value is not None
     ]
+
+
+def module_table(planned: ModuleBytes, measured: ModuleBytes) -> list[str]:
+    """Return the lines of a table: what each module keeps in memory, as planned and as measured."""
+    names = sorted({*planned, *measured})
+    width = max(len(name) for name in [*names, "module"])
+    lines = [f"{'module':<{width}}  {'kind':<9}  {'planned MiB':>12}  {'measured MiB':>12}"]
+    for name in names:
+        plan, run = planned.get(name, {}), measured.get(name, {})
+        for kind in sorted({*plan, *run}):
+            sizes = (f"{kinds.get(kind, 0) / MIB:12,.2f}" for kinds in (plan, run))
+            lines.append(f"{name:<{width}}  {kind:<9}  {'  '.join(sizes)}")
+    return lines
 
 
 def event_fields(plan: PlanFile, measured: Measured) -> dict[str, Any]:

@@ -24,6 +24,9 @@ from torchtitan_like.util.run_directory import parse_config
 DEBUG = Path(__file__).resolve().parents[3] / "train_configs/debug_model.toml"
 
 
+MODULES = {"norm": {"weights": 2**20, "state": 2**21}}
+
+
 def write_run(run: Path, *, gpus: list[str], gib: float = 41.0, seconds: float = 2.1) -> PlanFile:
     """Write a run of 20 steps on two ranks, and return a plan of its configuration."""
     config, _ = load_checked(["--job.config_file", str(DEBUG)], None, training=False)
@@ -33,13 +36,14 @@ def write_run(run: Path, *, gpus: list[str], gib: float = 41.0, seconds: float =
         row |= {"memory_gib": gib if row["step"] == 4 else 1.0, "step_s": seconds, "tps": 100.0}
     rows[0]["step_s"] = rows[3]["step_s"] = 99.0  # before step 10
     write_rows(run / "metrics.jsonl", rows)
-    write_rows(run / "events.jsonl", [start_event(1, 990.0, num_ranks=2)])
+    modules = {"event": "memory", "time": 995.0, "attempt": 1, "step": 1, "modules": MODULES}
+    write_rows(run / "events.jsonl", [start_event(1, 990.0, num_ranks=2), modules])
     (run / "config.toml").write_text(text)
     facts = run / "attempts/1/environment/facts.json"
     facts.parent.mkdir(parents=True)
     facts.write_text(json.dumps({"gpus": gpus} if gpus else {}))
     settings = settings_of(parse_config(text), 2)
-    return PlanFile(settings, "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0)
+    return PlanFile(settings, "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0, MODULES)
 
 
 def compare(run: Path, *words: str) -> int:
@@ -59,6 +63,17 @@ def test_a_run_off_its_plan_returns_1(tmp_path: Path, capsys: pytest.CaptureFixt
     assert compare(tmp_path, "--plan", str(tmp_path / "p.json"), "--json") == 1
     fields = json.loads(capsys.readouterr().out)
     assert fields["off_percent"] == {"reserved memory": 2.5, "step time": 15.0}
+
+
+def test_bytes_of_modules_are_beside_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = replace(write_run(tmp_path, gpus=[]), modules={"norm": {"weights": 3 * 2**20}})
+    write_plan(tmp_path / "plan.json", plan)
+    compare(tmp_path)
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["norm", "weights", "3.00", "1.00"] in rows
+    assert ["norm", "state", "0.00", "2.00"] in rows
 
 
 def test_the_memory_of_a_cpu_run_is_not_compared(
@@ -136,7 +151,7 @@ def test_a_run_compares_itself_with_the_plan_beside_its_file(
     argv = ["--job.config_file", str(toml), f"--job.dump_folder={tmp_path / 'run'}"]
     config, _ = load_checked(argv, 1, training=False)
     settings = settings_of(parse_config(dump_toml(config)), 1)
-    plan = PlanFile(settings, "h100-80g", "default", 4.0, 3.5, 4.2, 1e-6, 25.0)
+    plan = PlanFile(settings, "h100-80g", "default", 4.0, 3.5, 4.2, 1e-6, 25.0, {})
     write_plan(tmp_path / "tiny.plan.json", plan)
     result = run_trainer([*argv, "--metrics.log_freq=1"], 1, tmp_path / "run")
     assert result.returncode == 0, result.stdout

@@ -14,7 +14,7 @@ from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.plan_file import PlanFile, read_plan, write_plan
 
 SETTINGS = {"world_size": 2, "parallelism.tensor_parallel_degree": 2}
-PLAN = PlanFile(SETTINGS, "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0)
+PLAN = PlanFile(SETTINGS, "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0, {})
 
 
 def rows(first: int, last: int, log_freq: int, *, gib: float, seconds: float) -> list[list[dict]]:

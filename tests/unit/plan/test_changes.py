@@ -28,7 +28,7 @@ def reserve(monkeypatch: pytest.MonkeyPatch, gib_of: Any) -> None:
 
     def plan(config: JobConfig, world_size: int, gpu: Any) -> list[RankMemory]:
         reserved = round(gib_of(config) * GIB)
-        return [RankMemory(0, 0, reserved, reserved, {"other": reserved}, "step 1", {}, 0)]
+        return [RankMemory(0, 0, reserved, reserved, {"other": reserved}, "step 1", {}, 0, {})]
 
     monkeypatch.setattr(changes, "plan_memory", plan)
 

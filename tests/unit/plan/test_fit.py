@@ -79,7 +79,7 @@ def test_one_run_has_no_other_to_be_predicted_from() -> None:
 
 def run_of(ranks: int, **parallelism: bool) -> MeasuredRun:
     config = JobConfig.model_validate({"parallelism": parallelism})
-    run = DryRun(0, ParallelDims(ranks, dp_shard=ranks), Recording())
+    run = DryRun(0, ParallelDims(ranks, dp_shard=ranks), Recording(), {})
     return MeasuredRun(Path("run"), 1.0, config, [run])
 
 

@@ -55,7 +55,7 @@ def boxes_of(picture: Path, color: str) -> list[tuple[float, float]]:
 def memory(rank: int, **gib: float) -> RankMemory:
     by_category: dict[Any, int] = {name: round(size * GIB) for name, size in gib.items()}
     total = sum(by_category.values())
-    return RankMemory(rank, 0, total + 2 * GIB, total, by_category, "step 1", {}, 0)
+    return RankMemory(rank, 0, total + 2 * GIB, total, by_category, "step 1", {}, 0, {})
 
 
 def test_the_bars_of_memory_have_the_sizes_of_the_ledger(tmp_path: Path) -> None:

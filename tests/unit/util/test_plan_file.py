@@ -33,7 +33,8 @@ def settings(*words: str, world_size: int = 2) -> dict[str, Any]:
     return settings_of(parse_config(dump_toml(config)), world_size)
 
 
-PLAN = PlanFile(settings(), "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0)
+MODULES = {"norm": {"weights": 4, "state": 8}}
+PLAN = PlanFile(settings(), "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0, MODULES)
 
 
 def test_a_plan_file_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -52,6 +53,8 @@ def test_a_plan_file_is_read_as_it_was_written(tmp_path: Path) -> None:
         ({"settings": []}, "settings"),
         ({"other": 1}, "other"),
         ({"fullest": None}, "fullest"),
+        ({"modules": []}, "modules"),
+        ({"modules": {"norm": {"weights": "many"}}}, "modules.norm"),
     ],
 )
 def test_other_files_are_no_plans(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
