@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -25,6 +26,20 @@ def test_no_garbage_is_collected_while_the_trainer_is_imported() -> None:
     command = [sys.executable, "-c", IMPORT_THE_TRAINER]
     result = subprocess.run(command, capture_output=True, text=True)
     assert (result.returncode, result.stdout) == (0, "0\n"), result.stderr
+
+
+@pytest.mark.parametrize("given", [None, "ACTIVE"])
+def test_threads_of_openmp_sleep_while_they_wait(given: str | None) -> None:
+    code = """
+import os, torchtitan_like.process_start as start
+start.begin_rank([])
+os.system("echo $OMP_WAIT_POLICY")
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_WAIT_POLICY": given} if given else {}
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.stdout.strip() == (given or "PASSIVE"), result.stderr
 
 
 # Ctrl-C while a module is imported.

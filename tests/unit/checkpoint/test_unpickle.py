@@ -196,6 +196,13 @@ def test_bytearray_of_a_size_is_damage(tmp_path: Path, is_zip: bool) -> None:
     assert load_saved(file, file) == {"a": b"\xff", "b": b""}
 
 
+def test_tensor_that_repeats_its_numbers_is_damage(tmp_path: Path) -> None:
+    file = tmp_path / "a.pt"
+    torch.save({"a": torch.zeros(1).expand(2**40)}, file)
+    with pytest.raises(DamagedError, match="4,398,046,511,104 bytes in 4"):
+        open_contents(file)
+
+
 def test_compressed_tensor_is_damage(tmp_path: Path) -> None:
     source, file = tmp_path / "source.pt", tmp_path / "a.pt"
     torch.save(torch.zeros(100_000), source)

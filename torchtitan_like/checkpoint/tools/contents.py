@@ -160,6 +160,8 @@ def _open_pt(path: Path, trust: bool) -> Contents:
         for count, (name, value) in enumerate(flatten(state)):
             if count > size:  # each dict contains others twice
                 raise ValueError(f"it has {size:,} bytes, but more values")
+            if isinstance(value, Tensor) and value.layout == torch.strided:
+                _refuse_repeated(name, value)
             values[name] = value
     tensors = {
         name: (tuple(value.shape), value.dtype)
@@ -168,6 +170,13 @@ def _open_pt(path: Path, trust: bool) -> Contents:
     }
     object_names = tuple(name for name in values if name not in tensors)
     return Contents(path, "pt", {}, tensors, values.__getitem__, lambda: state, object_names)
+
+
+def _refuse_repeated(name: str, tensor: Tensor) -> None:
+    """Raise ValueError for a view that repeats its numbers: a copy would take any memory."""
+    num_bytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
+    if num_bytes > stored:
+        raise ValueError(f"{name} of {list(tensor.shape)} has {num_bytes:,} bytes in {stored:,}")
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
