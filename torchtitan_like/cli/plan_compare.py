@@ -26,8 +26,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
     parser.epilog = (
         "Compares memory and step time of rank 0, from the newest attempt, and lists what each module\n"
-        "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only. Returns 0 if all are within 10 % of\n"
-        "the plan, 1 if not, and 2 if there is no plan of this configuration, or nothing to compare.\n\n"
+        "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only.\n"
+        "Returns 0 if all are within 10 % of the plan, 1 if not, and 2 if there is no plan of this\n"
+        "configuration, or nothing to compare.\n\n"
         f"example: {EXAMPLE}"
     )
 
