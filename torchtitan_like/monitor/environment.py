@@ -6,8 +6,6 @@ Values of environment variables are recorded for the names in `RECORDED` only
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import os
 import platform
@@ -17,16 +15,14 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import NamedTuple
 
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 from torchtitan_like.util.credentials import is_secret_name, mask_text
 from torchtitan_like.util.git import git_output, has_tracked_files
-from torchtitan_like.util.user_folders import open_private, stored_secret, user_state
 from torchtitan_like.util.version import recorded_commit
 
 MAX_DIFF_BYTES = 4 * 1024**2
-KEY_BYTES = 32
+NOT_RECORDED = "<not recorded>"
 # Options that make git's output independent of the user's settings.
 AS_A_PATCH = "--no-ext-diff --no-textconv --no-color --src-prefix=a/ --dst-prefix=b/".split()
 
@@ -67,7 +63,7 @@ RECORDED: dict[str, tuple[str, ...]] = {
         "HF_HOME", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_HUB_ENABLE_HF_TRANSFER", "HF_DATASETS_CACHE",
         "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS",
         "TIKTOKEN_CACHE_DIR", "WANDB_MODE", "WANDB_PROJECT", "WANDB_ENTITY", "WANDB_RUN_NAME", "WANDB_DIR",
-        "NO_COLOR", "XDG_CACHE_HOME", "XDG_STATE_HOME",
+        "NO_COLOR", "XDG_CACHE_HOME",
     ),
 }  # fmt: skip
 
@@ -81,40 +77,12 @@ def is_recorded(name: str) -> bool:
     return not is_secret_name(name) and any(fnmatchcase(name, pattern) for pattern in names)
 
 
-class HashKey(NamedTuple):
-    """The key of the hashes of values. is_stored: later attempts of the same user use the same key."""
-
-    secret: bytes
-    is_stored: bool
-
-    def hash(self, name: str, value: str) -> str:
-        """Return 8 hexadecimal digits that differ between values of a variable and do not reveal them."""
-        message = f"{name}={value}".encode(errors="surrogateescape")
-        return hmac.new(self.secret, message, hashlib.sha256).hexdigest()[:8]
-
-
-def hash_key(variables: Mapping[str, str]) -> HashKey:
-    """Return this user's key, created at first use; a new key if none can be stored.
-
-    The key is outside all run folders. So a copy of a run folder does not allow anyone to test
-    guesses against its hashes.
-    """
-    new = os.urandom(KEY_BYTES)
-    stored = stored_secret(user_state(variables) / "environment.key", new)
-    return HashKey(new, False) if stored is None else HashKey(stored, True)
-
-
-def recorded_variables(variables: Mapping[str, str], key: HashKey) -> list[str]:
-    """Return the lines of variables.txt: values of listed names, and hashes of all other values."""
-    lines = [f"#hash_key={key.hash('', '') if key.is_stored else 'new for this attempt'}"]
-    for name in sorted(variables):
-        value = variables[name]
-        if is_recorded(name):
-            text = mask_text(value)
-        else:
-            text = f"<hash {key.hash(name, value)}>" if value else ""
-        lines.append(f"{name}={text}")
-    return lines
+def recorded_variables(variables: Mapping[str, str]) -> list[str]:
+    """Return the lines of variables.txt: values of listed names, and all other names."""
+    return [
+        f"{name}={mask_text(variables[name]) if is_recorded(name) else NOT_RECORDED}"
+        for name in sorted(variables)
+    ]
 
 
 def write_environment(
@@ -131,7 +99,7 @@ def write_environment(
 
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     variables = dict(os.environ) if variables is None else variables
-    _write(folder / "variables.txt", recorded_variables(variables, hash_key(variables)))
+    _write(folder / "variables.txt", recorded_variables(variables))
     names, editables = packages(sys.path)
     _write(folder / "packages.txt", names)
     program, *arguments = sys.argv if argv is None else argv
@@ -251,5 +219,12 @@ def _write_git(folder: Path, sources: Iterable[Path]) -> None:
 
 
 def _write(path: Path, lines: Iterable[str]) -> None:
-    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=open_private) as file:
+    with open(path, "w", encoding="utf-8", errors="surrogateescape", opener=_open_private) as file:
         file.write("".join(f"{line}\n" for line in lines))
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Open a file that only the user can read."""
+    descriptor = os.open(path, flags, 0o600)
+    os.fchmod(descriptor, 0o600)  # for a file that exists already
+    return descriptor

@@ -18,16 +18,13 @@ from torchtitan_like.config.arguments import mask_arguments
 from torchtitan_like.monitor import environment
 from torchtitan_like.monitor.environment import (
     RECORDED,
-    HashKey,
     git_state,
-    hash_key,
     packages,
     recorded_variables,
     write_environment,
 )
 from torchtitan_like.util.credentials import MASK
 
-KEY = HashKey(bytes(32), True)
 SECRET = new_secret()
 
 
@@ -45,41 +42,19 @@ SECRET = new_secret()
     ],
 )
 def test_values_of_listed_variables_are_recorded(name: str, value: str) -> None:
-    assert recorded_variables({name: value}, KEY)[1] == f"{name}={value}"
+    assert recorded_variables({name: value}) == [f"{name}={value}"]
 
 
 @pytest.mark.parametrize("name", SECRET_VARIABLES)
 def test_no_secret_of_a_variable_is_recorded(name: str) -> None:
-    text = "\n".join(recorded_variables({name: with_secret(SECRET_VARIABLES[name], SECRET)}, KEY))
-    assert SECRET not in text and f"\n{name}=" in text
+    value = with_secret(SECRET_VARIABLES[name], SECRET)
+    [line] = recorded_variables({name: value})
+    assert SECRET not in line and line.startswith(f"{name}=")
 
 
-def test_hashes_distinguish_values_of_one_variable() -> None:
-    def line(value: str, key: HashKey = KEY) -> str:
-        return recorded_variables({"DB_PASS": value}, key)[1]
-
-    assert re.fullmatch(r"DB_PASS=<hash [0-9a-f]{8}>", line("a"))
-    assert line("a") == line("a") != line("b")
-    assert line("a") != line("a", HashKey(bytes(31) + b"1", True)), (
-        "without the key nobody can test a guess"
-    )
-    assert line("") == "DB_PASS="
-
-
-def test_the_key_of_the_hashes_is_outside_the_run_folder_and_private(tmp_path: Path) -> None:
-    variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    key = hash_key(variables)
-    file = tmp_path / "state/torchtitan_like/environment.key"
-    assert key.is_stored and key == hash_key(variables) and file.read_bytes() == key.secret
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600 and len(list(file.parent.iterdir())) == 1
-
-
-def test_without_a_stored_key_each_attempt_has_a_new_one(tmp_path: Path) -> None:
-    (tmp_path / "state").write_text("a file, not a folder")
-    variables = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    key = hash_key(variables)
-    assert not key.is_stored and key.secret != hash_key(variables).secret
-    assert recorded_variables({}, key) == ["#hash_key=new for this attempt"]
+def test_other_variables_are_recorded_by_name_alone() -> None:
+    lines = recorded_variables({"DB_PASS": "a", "EMPTY": ""})
+    assert lines == ["DB_PASS=<not recorded>", "EMPTY=<not recorded>"]
 
 
 def test_the_documented_variables_are_the_listed_ones() -> None:
@@ -122,10 +97,9 @@ def test_arguments_of_the_schema_are_recorded_and_others_masked(
 
 def test_the_environment_files_have_facts_and_no_secrets(tmp_path: Path) -> None:
     folder = tmp_path / "environment"
-    state = str(tmp_path / "state")
     write_environment(
         folder,
-        variables={"TZ": "last", "HF_TOKEN": SECRET, "LANG": "first", "XDG_STATE_HOME": state},
+        variables={"TZ": "last", "HF_TOKEN": SECRET, "LANG": "first"},
         argv=[
             "train.py",
             "--job.config_file",
@@ -136,11 +110,8 @@ def test_the_environment_files_have_facts_and_no_secrets(tmp_path: Path) -> None
             "--y=1",
         ],
     )
-    first, *lines = (folder / "variables.txt").read_text().splitlines()
-    assert re.fullmatch(r"#hash_key=[0-9a-f]{8}", first) and re.fullmatch(
-        "HF_TOKEN=<hash [0-9a-f]{8}>", lines[0]
-    )
-    assert lines[1:] == ["LANG=first", "TZ=last", f"XDG_STATE_HOME={state}"]
+    lines = (folder / "variables.txt").read_text().splitlines()
+    assert lines == ["HF_TOKEN=<not recorded>", "LANG=first", "TZ=last"]
     facts = json.loads((folder / "facts.json").read_text())
     assert facts["argv"] == [
         "train.py", "--job.config_file", "a.toml", "--wandb.api_key", MASK, f"--x.secret={MASK}", f"--y={MASK}"
@@ -253,5 +224,5 @@ def test_a_wheel_records_the_commit_it_was_built_from(
     ):
         monkeypatch.setattr(environment, "recorded_commit", lambda commit=recorded: commit)
         folder = tmp_path / str(recorded)
-        write_environment(folder, {"XDG_STATE_HOME": str(tmp_path)}, ["train.py"])
+        write_environment(folder, {}, ["train.py"])
         assert (folder / "git.txt").read_text() == expected
