@@ -37,8 +37,8 @@ def train(argv, group=None):
             norm = record.grad_norm.item()
             shares = trainer.world.step_group.gather(record.loss_share.double().reshape(1))
             trainer.parts.eval()
-            (text,) = generate(
-                trainer.parts[0], [[1, 2, 3]], num_tokens=4, sampling=Sampling(), context=32
+            text = generate(
+                trainer.parts[0], [1, 2, 3], num_tokens=4, sampling=Sampling(), context=32
             )
             trainer.parts.train()
             numbers.append((shares.flatten().tolist(), norm, text.ids))

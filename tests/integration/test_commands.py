@@ -438,7 +438,6 @@ IN_TRAINED = {
     "step-200": "step-4",
     "step-1000": "step-4",
     "step-100": "step-4",
-    " --chat": "",  # its tokenizer has no chat template
     "checkpoint/step-N.nonfinite": "outputs/checkpoint/step-4",
     "--step 1203": "--step 3",
 }

@@ -589,13 +589,11 @@ def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResul
     """Compute the loss directly, from documents with BOS and EOS."""
     from torchtitan_like.config import load_config
     from torchtitan_like.data.text.tokenizer import load_tokenizer
-    from torchtitan_like.distributed.world import LaunchedAs
-    from torchtitan_like.inference.loading import inference_world, load_model
+    from torchtitan_like.inference.loading import load_model
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     config = load_config(["--job.config_file", str(step_folder / "config.toml")])
-    with inference_world(LaunchedAs(0, 0, 1)) as world:
-        model = load_model(step_folder, config, world, "float32")
+    model = load_model(step_folder, config, "float32")
     tokenizer = load_tokenizer(ROOT / "tests/assets/tokenizer")
     lines = (files / "held_out.jsonl").read_text().splitlines()
     tokens = [

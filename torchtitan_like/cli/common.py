@@ -127,12 +127,17 @@ def print_json(value: object) -> None:
     print(json.dumps(to_json_value(value), indent=2, allow_nan=False))
 
 
+def launched_ranks() -> int:
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def end_rank(code: int) -> int:
     """Return `code`. Under torchrun with several ranks, end this rank with it instead.
 
     The threads of a destroyed gloo group may crash the interpreter during its shutdown.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if launched_ranks() > 1:
         from torchtitan_like.resilience.end import end_process
 
         sys.stdout.flush()  # raises OutputError if it fails; end_process ignores that

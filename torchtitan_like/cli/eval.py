@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from torchtitan_like.cli.common import (
     FAILED,
     add_import_flag,
     add_json_flag,
-    end_rank,
+    launched_ranks,
     positive_int,
     print_json,
     run_checked,
 )
-from torchtitan_like.cli.generate import add_batch_size_flag, add_loading_flags
+from torchtitan_like.cli.generate import add_loading_flags
+from torchtitan_like.util.output import show_error
 
 EXAMPLE = "titan eval outputs/checkpoint/step-100 --tasks next_word --include-path tasks"
 
@@ -50,56 +52,76 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="append the results to this file (default: eval.jsonl of the run that contains STEP)",
     )
-    add_batch_size_flag(parser)
+    parser.add_argument(
+        "--batch-size",
+        type=positive_int,
+        default=8,
+        metavar="N",
+        help="texts that are computed together (default: 8)",
+    )
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="DIR",
+        help="export STEP to this folder and keep it (default: a temporary folder)",
+    )
     add_loading_flags(parser)
     add_json_flag(parser)
     add_import_flag(parser)
     parser.epilog = (
-        "Needs the package lm_eval. Gives the numbers of lm-eval's backend `hf` on\n"
-        "an export with weights of the same dtype. Prints a table and appends a row for each task\n"
-        "and metric to eval.jsonl. To shard the model over 2 processes by tensor parallelism:\n"
-        "  torchrun --nproc_per_node=2 --no-python titan eval STEP --tasks NAMES\n\n"
+        "Needs the packages lm_eval, transformers and accelerate. Exports STEP (see titan ckpt\n"
+        "export) and runs lm-eval's backend `hf` on the folder. The temporary folder is in $TMPDIR.\n"
+        "Prints a table and appends a row for each task and metric to eval.jsonl. For a model that\n"
+        "needs several GPUs: titan ckpt export, then lm_eval with its backend `vllm`.\n\n"
         f"example: {EXAMPLE}"
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the results. Returns the exit code."""
-    return end_rank(_evaluate(arguments))
+    if launched_ranks() > 1:
+        show_error(
+            "titan eval runs in one process. Expected to be started without torchrun: for a model "
+            "that needs several GPUs, use titan ckpt export, then lm_eval with its backend vllm"
+        )
+        return FAILED
+    return run_checked(lambda: _evaluate(arguments), damage_code=FAILED)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.distributed.world import launched_as
     from torchtitan_like.inference import evaluation
-    from torchtitan_like.inference.loading import inference_world, load_checkpoint
-    from torchtitan_like.inference.scoring import Scorer
+    from torchtitan_like.inference.loading import read_checkpoint
 
-    with inference_world(launched_as()) as world:
-
-        def evaluate() -> int:
-            output = evaluation.output_file(arguments.step, arguments.output)
-            tasks = evaluation.Tasks(arguments.tasks.split(","), arguments.include_path)
-            loaded = load_checkpoint(
-                arguments.step,
-                world,
-                assets=arguments.assets,
-                custom_import=arguments.custom_import,
-                dtype=arguments.dtype,
-                averaged=arguments.ema,
+    step: Path = arguments.step
+    output = evaluation.output_file(step, arguments.output)
+    tasks = evaluation.Tasks(arguments.tasks.split(","), arguments.include_path)
+    manifest = read_checkpoint(step, averaged=arguments.ema)
+    if manifest["kind"] == "hf":
+        if arguments.export is not None:
+            raise evaluation.EvaluationError(
+                f"{step} is an export. Expected a step-N with --export: remove the option"
             )
-            scorer = Scorer(loaded, arguments.batch_size, arguments.context)
-            results = tasks.evaluate(
-                scorer, limit=arguments.limit, num_fewshot=arguments.num_fewshot
-            )
-            of_step = {"step": loaded.step, **({"weights": "ema"} if arguments.ema else {})}
-            rows = [{**of_step, **row} for row in results]
-            world.step_group.run_on_leader(lambda: evaluation.append_rows(output, rows))
-            if world.rank == 0:
-                if arguments.json:
-                    print_json(rows)
-                else:
-                    print(evaluation.table_of(rows))
-                    print(f"\nWritten to {output}")
-            return 0
-
-        return run_checked(evaluate, damage_code=FAILED, is_leader=world.rank == 0)
+        folder: AbstractContextManager[Path] = nullcontext(step)
+    else:
+        folder = evaluation.exported(
+            step, arguments.export, custom_import=arguments.custom_import, averaged=arguments.ema
+        )
+    with folder as model:
+        results = tasks.evaluate(
+            model,
+            dtype=arguments.dtype,
+            tokenizer=arguments.assets,
+            context=arguments.context,
+            batch_size=arguments.batch_size,
+            limit=arguments.limit,
+            num_fewshot=arguments.num_fewshot,
+        )
+    of_step = {"step": manifest["step"], **({"weights": "ema"} if arguments.ema else {})}
+    rows = [{**of_step, **row} for row in results]
+    evaluation.append_rows(output, rows)
+    if arguments.json:
+        print_json(rows)
+    else:
+        print(evaluation.table_of(rows))
+        print(f"\nWritten to {output}")
+    return 0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ from torchtitan_like.cli.common import (
     FAILED,
     add_import_flag,
     add_json_flag,
-    end_rank,
+    launched_ranks,
     positive_int,
     print_json,
     run_checked,
@@ -19,7 +21,7 @@ from torchtitan_like.cli.common import (
 from torchtitan_like.util.output import show_error
 
 if TYPE_CHECKING:
-    from torchtitan_like.inference.completion import Completions, Prompt
+    from torchtitan_like.inference.generation import Completion
 
 EXAMPLE = 'titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -30,16 +32,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N, or an export")
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
-    )
-    parser.add_argument(
-        "--prompts",
-        metavar="FILE",
-        help='JSON lines of {"prompt": "text"} or {"messages": [...]}; -: read them from stdin',
-    )
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="send each prompt as a user's message, through the tokenizer's chat template",
     )
     add_loading_flags(parser)
     parser.add_argument(
@@ -71,23 +63,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="of these, among the fewest that have probability P together (default: 1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a text before this string; may be repeated",
-    )
-    add_batch_size_flag(parser)
     add_json_flag(parser)
     add_import_flag(parser)
     parser.epilog = (
-        "The config.toml in STEP defines the model and the tokenizer. Runs on the GPU if there is\n"
-        "one. Reads checkpoints of any layout. Prints tokens per second to stderr. A text ends at\n"
-        "the tokenizer's end-of-text token, a stop string, N new tokens, or the end of the model's\n"
-        "context. The same seed gives the same tokens for any batch size. To shard the model over\n"
-        "2 processes by tensor parallelism:\n"
-        "  torchrun --nproc_per_node=2 --no-python titan generate STEP --prompt TEXT\n\n"
+        "For a look at what a run has learned. The config.toml in STEP defines the model and the\n"
+        "tokenizer. Reads checkpoints of any layout. Runs in one process, on the GPU if there is\n"
+        "one, one text after the other, without a cache of keys and values. Prints tokens per\n"
+        "second to stderr. A text ends at the tokenizer's end-of-text token, N new tokens, or the\n"
+        "end of the model's context. For speed, chats and models that need several GPUs:\n"
+        "titan ckpt export, then vLLM or transformers.\n\n"
         f"example: {EXAMPLE}"
     )
 
@@ -103,110 +87,88 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_batch_size_flag(parser: argparse.ArgumentParser) -> None:
-    """Add `--batch-size`."""
-    parser.add_argument(
-        "--batch-size",
-        type=positive_int,
-        default=8,
-        metavar="N",
-        help="texts that are computed together (default: 8)",
-    )
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Print the prompts and their continuations. Returns the exit code."""
     problem = _problem(arguments)
     if problem is not None:
         show_error(problem)
         return FAILED
-    return end_rank(_generate(arguments))
+    return run_checked(lambda: _generate(arguments), damage_code=FAILED)
 
 
 def _problem(arguments: argparse.Namespace) -> str | None:
+    if launched_ranks() > 1:
+        return (
+            "titan generate runs in one process. Expected to be started without torchrun: for a "
+            "model that needs several GPUs, use titan ckpt export, then vLLM or transformers"
+        )
     if not arguments.temperature >= 0:
         return f"--temperature is {arguments.temperature:g}. Expected 0 or a number above 0: correct it"
     if not 0 < arguments.top_p <= 1:
         return f"--top-p is {arguments.top_p:g}. Expected a number above 0, at most 1: correct it"
-    if arguments.prompt and arguments.prompts:
-        return "--prompt and --prompts are both given. Expected one of them: remove the other"
-    if "" in arguments.stop:
-        return "--stop is an empty string. Expected text that ends a continuation: correct it"
     return None
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.distributed.world import launched_as
-    from torchtitan_like.inference.completion import complete, encode_prompts
-    from torchtitan_like.inference.generation import Sampling
-    from torchtitan_like.inference.loading import inference_world, load_checkpoint
+    import torch
 
-    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    with inference_world(launched_as()) as world:
+    from torchtitan_like.inference.generation import Sampling, complete
+    from torchtitan_like.inference.loading import EXPORT_REMEDY, load_checkpoint
 
-        def generate() -> int:
-            prompts = world.step_group.run_on_leader(lambda: _read_prompts(arguments))
-            loaded = load_checkpoint(
-                arguments.step,
-                world,
-                assets=arguments.assets,
-                custom_import=arguments.custom_import,
-                dtype=arguments.dtype,
-                averaged=arguments.ema,
+    prompts = arguments.prompt or [""]
+    try:
+        loaded = load_checkpoint(
+            arguments.step,
+            assets=arguments.assets,
+            custom_import=arguments.custom_import,
+            dtype=arguments.dtype,
+            averaged=arguments.ema,
+        )
+        start = time.perf_counter()
+        completions = []
+        for number, prompt in enumerate(prompts):
+            # Equal prompts get different texts.
+            sampling = Sampling(
+                arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed + number
             )
-            completions = complete(
-                loaded,
-                encode_prompts(loaded, prompts),
-                num_tokens=arguments.num_tokens,
-                sampling=sampling,
-                stop=arguments.stop,
-                batch_size=arguments.batch_size,
+            completions.append(
+                complete(loaded, prompt, num_tokens=arguments.num_tokens, sampling=sampling)
             )
-            if world.rank == 0:
-                _print(prompts, completions, as_json=arguments.json)
-            return 0
-
-        return run_checked(generate, damage_code=FAILED, is_leader=world.rank == 0)
-
-
-def _read_prompts(arguments: argparse.Namespace) -> list[Prompt]:
-    """Read the prompts of the command line, a file, or stdin. Raises DataError, OSError."""
-    from torchtitan_like.inference.completion import Prompt, read_prompts
-    from torchtitan_like.util.reading import read_text
-
-    if arguments.prompts is None:
-        prompts = [Prompt(text) for text in arguments.prompt or [""]]
-    elif arguments.prompts == "-":
-        prompts = read_prompts(sys.stdin.readlines(), "stdin")
-    else:
-        path = Path(arguments.prompts)
-        prompts = read_prompts(read_text(path).splitlines(), str(path))
-    return [prompt.as_message() for prompt in prompts] if arguments.chat else prompts
+        seconds = time.perf_counter() - start
+    except torch.OutOfMemoryError as error:
+        show_error(
+            f"the GPU's memory is too small: {error}. Expected memory for the model and its "
+            f"activations: give a shorter --prompt, --dtype bfloat16, or use {EXPORT_REMEDY}"
+        )
+        return FAILED
+    _print(prompts, completions, seconds, as_json=arguments.json)
+    return 0
 
 
-def _print(prompts: list[Prompt], completions: Completions, *, as_json: bool) -> None:
+def _print(
+    prompts: Sequence[str], completions: Sequence[Completion], seconds: float, *, as_json: bool
+) -> None:
     """Print texts, or JSON, to stdout, and the speed to stderr."""
-    each = list(zip(prompts, completions.completions, strict=True))
+    num_tokens = sum(completion.num_tokens for completion in completions)
+    each = list(zip(prompts, completions, strict=True))
     if as_json:
         print_json(
             {
                 "completions": [
-                    {"prompt": list(prompt.messages) or prompt.text, **completion._asdict()}
-                    for prompt, completion in each
+                    {"prompt": prompt, **completion._asdict()} for prompt, completion in each
                 ],
-                "num_tokens": completions.num_tokens,
-                "seconds": completions.seconds,
-                "tokens_per_second": completions.tokens_per_second,
+                "num_tokens": num_tokens,
+                "seconds": seconds,
+                "tokens_per_second": num_tokens / seconds,
             }
         )
     else:
-        text = "\n\n".join(prompt.text + completion.text for prompt, completion in each)
+        text = "\n\n".join(prompt + completion.text for prompt, completion in each)
         # A file or a pipe gets the text itself, a terminal no control characters.
         is_terminal = sys.stdout.isatty()
         print(
             text, file=sys.stdout if is_terminal else getattr(sys.stdout, "unescaped", sys.stdout)
         )
     show_error(
-        f"{completions.num_tokens:,} tokens in {completions.seconds:.2f} s: "
-        f"{completions.tokens_per_second:,.1f} tokens per second"
+        f"{num_tokens:,} tokens in {seconds:.2f} s: {num_tokens / seconds:,.1f} tokens per second"
     )

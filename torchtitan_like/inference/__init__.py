@@ -1,1 +1,1 @@
-"""Use the model of a checkpoint: generate text, and evaluate it."""
+"""Use the model of a checkpoint: generate text for a look, and evaluate it through an export."""

@@ -1,22 +1,29 @@
-"""Run tasks of lm-evaluation-harness on a model, and write their results to eval.jsonl.
+"""Run tasks of lm-evaluation-harness on an export, and write their results to eval.jsonl.
 
-The harness is the package lm_eval.
+The harness is the package lm_eval. Its backend `hf` loads the export with transformers.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torchtitan_like.checkpoint.tools.export import export_step
+from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.inference.scoring import Scorer
+from torchtitan_like.distributed.world import HostGroup, pick_device
+from torchtitan_like.stored_config import identify_step
 from torchtitan_like.util.jsonl import JsonlFile
 from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.run_directory import EVALUATION, find_run
+
+PACKAGES = ("lm_eval", "transformers", "accelerate")
 
 
 class EvaluationError(DataError):
@@ -39,6 +46,28 @@ def output_file(checkpoint: Path, output: Path | None) -> Path:
     return run / EVALUATION
 
 
+@contextmanager
+def exported(
+    step: Path, folder: Path | None, *, custom_import: str, averaged: bool
+) -> Iterator[Path]:
+    """Export a published step for the block, and yield the folder.
+
+    folder: it is created and kept; None: a temporary folder (in TMPDIR), removed after the block.
+    custom_import: see `stored_config.load_trusted`. averaged: export the weights of `[ema]`.
+    Raises CheckpointError, ConfigError, TokenizerError.
+    """
+    with tempfile.TemporaryDirectory(prefix="titan-eval-") as temporary:
+        out = folder.absolute() if folder is not None else Path(temporary, step.name)
+        export_step(
+            step,
+            out,
+            Votes(HostGroup.alone()),
+            identify=lambda path: identify_step(path, custom_import),
+            averaged=averaged,
+        )
+        yield out
+
+
 class Tasks:
     """Tasks of the harness by name. Raises EvaluationError for a missing package or a wrong name.
 
@@ -46,9 +75,11 @@ class Tasks:
     """
 
     def __init__(self, names: Sequence[str], include_path: Path | None) -> None:
-        if importlib.util.find_spec("lm_eval") is None:
+        missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+        if missing:
             raise EvaluationError(
-                f"lm_eval is not installed. Expected it for evaluation: {pip_install('lm_eval')}"
+                f"{missing[0]} is not installed. Expected {', '.join(PACKAGES)} for evaluation: "
+                f"{pip_install(*missing)}"
             )
         if include_path is not None and not include_path.is_dir():
             raise EvaluationError(
@@ -67,17 +98,37 @@ class Tasks:
             )
 
     def evaluate(
-        self, scorer: Scorer, *, limit: int | None, num_fewshot: int | None
+        self,
+        model: Path,
+        *,
+        dtype: str | None,
+        tokenizer: str | None,
+        context: int | None,
+        batch_size: int,
+        limit: int | None,
+        num_fewshot: int | None,
     ) -> list[dict[str, Any]]:
         """Return one row for each task and metric: see `rows_of`.
 
-        limit: number of samples of each task; None: all. num_fewshot: solved examples before each
-        question; None: as the task defines. Raises TokenizerError, DataError.
+        model: a folder of Hugging Face's format.
+        dtype: of the weights; None: as in the folder's config.json.
+        tokenizer: its folder; None: the model's.
+        context: maximum number of tokens of the model's input; None: of the model.
+        limit: number of samples of each task; None: all.
+        num_fewshot: solved examples before each question; None: as the task defines.
         """
         from lm_eval import simple_evaluate
 
+        model_args: dict[str, Any] = {"pretrained": str(model), "dtype": dtype or "auto"}
+        if tokenizer is not None:
+            model_args["tokenizer"] = tokenizer
+        if context is not None:
+            model_args["max_length"] = context
         results = simple_evaluate(
-            model=harness_model(scorer),
+            model="hf",
+            model_args=model_args,
+            batch_size=batch_size,
+            device=str(pick_device(0)),
             tasks=self.names,
             limit=limit,
             num_fewshot=num_fewshot,
@@ -85,24 +136,6 @@ class Tasks:
             log_samples=False,
         )
         return rows_of(results)
-
-
-def harness_model(scorer: Scorer) -> Any:
-    """Return the harness's interface to a model (`lm_eval.api.model.LM`) with this scorer."""
-    from lm_eval.api.model import LM
-
-    class Model(LM):  # type: ignore[misc]  # the package is optional and has no types
-        def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
-            scores = scorer.log_likelihoods([request.args for request in requests])
-            return [(score.log_likelihood, score.is_greedy) for score in scores]
-
-        def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-            return scorer.rolling_log_likelihoods([request.args[0] for request in requests])
-
-        def generate_until(self, requests: Sequence[Any]) -> list[str]:
-            return scorer.generate_until([request.args for request in requests])
-
-    return Model()
 
 
 def rows_of(results: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -1,20 +1,25 @@
-"""Continue token sequences with a model: batches, sampling, and the end of each sequence."""
+"""Continue a text with a model, to see what it has learned.
+
+One text after the other, and one token after the other. Each token is computed from the whole text
+before it, without a cache of keys and values. This works for every model; to serve one, export it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import count, groupby
 from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtitan_like.models.layers.kv_cache import CachedModel
+from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.inference.loading import LoadedModel
 from torchtitan_like.util.splitmix import mix64
 
-FinishReason = Literal["eos", "stop", "length", "context"]
+FinishReason = Literal["eos", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class Sampling:
     top_k: choose among the `top_k` most likely tokens; None: among all.
     top_p: of these, choose among the fewest most likely tokens with this probability together
         (nucleus sampling, arXiv:1904.09751).
-    seed: prompt i gets the same tokens for the same seed, in any batch.
+    seed: the same prompt and seed give the same tokens.
     """
 
     temperature: float = 0.0
@@ -37,135 +42,136 @@ class Sampling:
 class Continuation(NamedTuple):
     """The new tokens of a sequence.
 
-    finish_reason: "eos": the model ended the text (`ids` does not contain that token); "stop": the
-        caller did; "length": `num_tokens` are reached; "context": the model's context is full.
+    finish_reason: "eos": the model ended the text (`ids` does not contain that token); "length":
+        `num_tokens` are reached; "context": the model's context is full.
     """
 
     ids: list[int]
     finish_reason: FinishReason
 
 
+class Completion(NamedTuple):
+    """What the model adds to a prompt. text: without the end token."""
+
+    text: str
+    num_prompt_tokens: int
+    num_tokens: int
+    finish_reason: FinishReason
+
+
+def complete(
+    loaded: LoadedModel, prompt: str, *, num_tokens: int, sampling: Sampling
+) -> Completion:
+    """Continue a text. Raises TokenizerError if the prompt is empty or fills the context."""
+    tokenizer = loaded.tokenizer
+    prompt_ids = encode_prompt(loaded, prompt)
+    continuation = generate(
+        loaded.model,
+        prompt_ids,
+        num_tokens=num_tokens,
+        sampling=sampling,
+        context=loaded.context,
+        end_ids=loaded.end_ids,
+        known_ids=tokenizer.known_ids(),
+    )
+    new_ids, reason = continuation
+    text = decode_continuation(tokenizer, prompt_ids, new_ids)
+    return Completion(text, len(prompt_ids), len(new_ids), reason)
+
+
+def encode_prompt(loaded: LoadedModel, prompt: str) -> list[int]:
+    """Return the ids of a prompt, with BOS if the model was trained with it.
+
+    Raises TokenizerError for a prompt without tokens, or without room in the model's context.
+    """
+    bos = [] if loaded.bos_id is None else [loaded.bos_id]
+    ids = bos + loaded.tokenizer.encode(prompt)
+    if not ids:
+        raise TokenizerError(
+            "the prompt is empty. Expected text, because the model was trained without a "
+            "beginning-of-text token: give a --prompt"
+        )
+    if len(ids) >= loaded.context:
+        raise TokenizerError(
+            f"the prompt {prompt[:30]!r} has {len(ids):,} tokens. Expected fewer than the model's "
+            f"context of {loaded.context:,} tokens: shorten it"
+        )
+    return ids
+
+
+def decode_continuation(tokenizer: Tokenizer, prompt: Sequence[int], new_ids: Sequence[int]) -> str:
+    """Return the text of `new_ids` after `prompt`.
+
+    Both are decoded together: some tokenizers drop the space at the start of a text.
+    """
+    before = tokenizer.decode(prompt)
+    text = tokenizer.decode([*prompt, *new_ids])
+    return text.removeprefix(before) if text.startswith(before) else tokenizer.decode(new_ids)
+
+
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompts: Sequence[Sequence[int]],
+    prompt: Sequence[int],
     *,
     num_tokens: int,
     sampling: Sampling,
     context: int,
     end_ids: Collection[int] = (),
     known_ids: Collection[int] | None = None,
-    is_stopped: Callable[[int, list[int]], bool] = lambda index, ids: False,
-    batch_size: int = 8,
-) -> list[Continuation]:
-    """Sample up to `num_tokens` ids after each prompt.
+) -> Continuation:
+    """Sample up to `num_tokens` ids after a prompt.
 
-    prompts: at least one token each, and fewer than `context`.
-    context: maximum number of tokens of a prompt and its continuation.
+    prompt: at least one token, and fewer than `context`.
+    context: maximum number of tokens of the prompt and its continuation.
     end_ids: tokens that end a text.
     known_ids: the only tokens to sample; None: any. A vocabulary may be larger than its tokenizer.
-    is_stopped: receives the index of a prompt and its new ids after each token; True ends the text.
-    batch_size: prompts that are computed together; prompts of similar length share a batch.
     """
-    ids: list[list[int]] = [[] for _ in prompts]
-    reasons: dict[int, FinishReason] = {}
-
-    def add(index: int, token: int) -> FinishReason | None:
+    device = next(model.parameters()).device
+    ids = list(prompt)
+    new_ids: list[int] = []
+    while True:
+        logits = model(torch.tensor([ids], device=device))[0, -1]
+        if known_ids is not None:
+            logits = _without_unknown(logits, known_ids)
+        token = choose_token(logits, sampling, uniform_number(sampling.seed, len(new_ids)))
         if token in end_ids:
-            return "eos"
-        ids[index].append(token)
-        if is_stopped(index, ids[index]):
-            return "stop"
-        if len(ids[index]) == num_tokens:
-            return "length"
-        return "context" if len(prompts[index]) + len(ids[index]) == context else None
-
-    by_length = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
-    for start in range(0, len(prompts), batch_size):
-        indices = by_length[start : start + batch_size]
-        capacity = min(context, len(prompts[indices[-1]]) + num_tokens)
-        with CachedModel(model, len(indices), capacity) as cached:
-            logits = _prefill(cached, [prompts[index] for index in indices])
-            unknown = torch.zeros(logits.shape[-1], dtype=torch.bool)
-            if known_ids is not None:
-                unknown[:] = True
-                unknown[[token for token in known_ids if token < len(unknown)]] = False
-            reasons |= _continue(cached, logits, indices, sampling, add, unknown.to(logits.device))
-    return [Continuation(ids[index], reasons[index]) for index in range(len(prompts))]
+            return Continuation(new_ids, "eos")
+        ids.append(token)
+        new_ids.append(token)
+        if len(new_ids) == num_tokens:
+            return Continuation(new_ids, "length")
+        if len(ids) == context:
+            return Continuation(new_ids, "context")
 
 
-def _continue(
-    cached: CachedModel,
-    logits: Tensor,
-    indices: list[int],
-    sampling: Sampling,
-    add: Callable[[int, int], FinishReason | None],
-    unknown: Tensor,
-) -> dict[int, FinishReason]:
-    """Choose tokens until all texts have ended. Return why, by index of the prompt.
-
-    logits: after the prompts (rows, vocab). indices: the prompt of each row. add: appends a token
-    to a prompt, and returns why the text ends, if it does. unknown: (vocab,), True for
-    tokens that are not sampled.
-    """
-    reasons: dict[int, FinishReason] = {}
-    for token_index in count():
-        uniform = uniform_numbers(sampling.seed, indices, token_index)
-        tokens = choose_tokens(logits.masked_fill(unknown, -torch.inf), sampling, uniform)
-        remaining = []
-        for row, (index, token) in enumerate(zip(indices, tokens.tolist(), strict=True)):
-            reason = add(index, token)
-            if reason is None:
-                remaining.append(row)
-            else:
-                reasons[index] = reason
-        if not remaining:
-            break
-        if len(remaining) < len(indices):
-            cached.keep(remaining)
-            indices = [indices[row] for row in remaining]
-            tokens = tokens[remaining]
-        logits = cached.append(tokens[:, None])
-    return reasons
+def _without_unknown(logits: Tensor, known_ids: Collection[int]) -> Tensor:
+    """Return logits (vocab,) with -inf for all other tokens than `known_ids`."""
+    is_known = torch.zeros(logits.shape, dtype=torch.bool)
+    is_known[[token for token in known_ids if token < len(is_known)]] = True
+    return logits.masked_fill(~is_known.to(logits.device), -torch.inf)
 
 
-def _prefill(cached: CachedModel, prompts: Sequence[Sequence[int]]) -> Tensor:
-    """Append prompts, sorted by length, to the rows. Return the last logits (rows, vocab)."""
-    device = next(cached.model.parameters()).device
-    logits = []
-    first_row = 0
-    for _, group in groupby(prompts, len):
-        tokens = torch.tensor(list(group), device=device)
-        logits.append(cached.append(tokens, first_row))
-        first_row += tokens.shape[0]
-    return torch.cat(logits)
+def choose_token(logits: Tensor, sampling: Sampling, uniform: float) -> int:
+    """Return the next token.
 
-
-def choose_tokens(logits: Tensor, sampling: Sampling, uniform: Tensor) -> Tensor:
-    """Return the next token of each row, int64 (rows,).
-
-    logits: (rows, vocab). uniform: float64 (rows,) in [0, 1), which decide between the tokens.
+    logits: (vocab,). uniform: a number in [0, 1), which decides between the tokens.
     """
     if sampling.temperature == 0:
-        return logits.argmax(-1)
-    num_candidates = min(sampling.top_k or logits.shape[-1], logits.shape[-1])
-    candidates = logits.double().topk(num_candidates, dim=-1)
+        return int(logits.argmax())
+    num_candidates = min(sampling.top_k or len(logits), len(logits))
+    candidates = logits.double().topk(num_candidates)
     probabilities = (candidates.values / sampling.temperature).softmax(-1)
     before = probabilities.cumsum(-1) - probabilities
     probabilities = probabilities.masked_fill(before >= sampling.top_p, 0.0)
     cumulative = probabilities.cumsum(-1)
-    threshold = uniform.to(logits.device)[:, None] * cumulative[:, -1:]
-    chosen = (cumulative <= threshold).sum(-1, keepdim=True)
-    return candidates.indices.gather(-1, chosen).squeeze(-1)
+    chosen = (cumulative <= uniform * cumulative[-1]).sum()
+    return int(candidates.indices[chosen])
 
 
-def uniform_numbers(seed: int, prompt_indices: Sequence[int], token_index: int) -> Tensor:
-    """Return a random number in [0, 1) for a token of each prompt: float64 (prompts,) on the CPU.
-
-    They are a function of the arguments.
-    """
-    key = mix64(np.array([seed % 2**64], dtype=np.uint64))
-    of_prompts = mix64(key + np.array(prompt_indices, dtype=np.uint64))
-    bits = mix64(of_prompts + np.array([token_index], dtype=np.uint64))
+def uniform_number(seed: int, token_index: int) -> float:
+    """Return a random number in [0, 1) for a token. It is a function of the arguments."""
+    key = mix64(mix64(np.array([seed % 2**64], dtype=np.uint64)))
+    bits = mix64(key + np.array([token_index], dtype=np.uint64))
     # 52 bits: the product with a sum of probabilities is then always below the sum.
-    return torch.from_numpy((bits >> np.uint64(12)).astype(np.float64) * 2.0**-52)
+    return float((bits >> np.uint64(12)).astype(np.float64)[0] * 2.0**-52)

@@ -178,7 +178,7 @@ def test_transformers_reads_an_exported_folder(tmp_path, repo_root, overrides):
 
 def test_generates_text():
     _, model = build({"vocab_size": 64, **SIGMOID})
-    (continuation,) = generate(model, [[1, 2, 3]], num_tokens=9, sampling=Sampling(), context=128)
+    continuation = generate(model, [1, 2, 3], num_tokens=9, sampling=Sampling(), context=128)
     ids = torch.tensor([[1, 2, 3, *continuation.ids]])
     with torch.no_grad():
         expected = [model(ids[:, :end])[0, -1].argmax().item() for end in range(3, 12)]

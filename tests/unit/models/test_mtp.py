@@ -132,7 +132,7 @@ def test_evaluation_and_generation_ignore_it(mask_type):
     loss = plain(tokens, labels, positions)
     assert torch.equal(model(tokens, labels, POSITIONS), loss)
     limits = {"num_tokens": 4, "sampling": Sampling(), "context": 8}
-    texts = [generate(each, [[1, 2, 3]], **limits) for each in (model, plain)]
+    texts = [generate(each, [1, 2, 3], **limits) for each in (model, plain)]
     assert texts[0] == texts[1]
 
 

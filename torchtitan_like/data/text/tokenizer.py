@@ -1,8 +1,7 @@
 """One interface for Hugging Face tokenizers (``tokenizer.json``) and tiktoken files (``.model``).
 
 Text never becomes special tokens: the characters of a special token in a document are encoded as
-ordinary tokens. The caller adds BOS and EOS. Only `encode_with_specials` is for text that contains
-special tokens, such as a rendered chat template.
+ordinary tokens. The caller adds BOS and EOS.
 
 ``bos_token`` and ``eos_token`` of ``tokenizer_config.json`` or ``special_tokens_map.json``, next to
 the vocabulary, define BOS and EOS; ``null`` means none. Without these entries, common names are
@@ -129,19 +128,8 @@ class Tokenizer(ABC):
         return self.encode_batch([text])[0].tolist()
 
     @abstractmethod
-    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
-        """As `encode`, but the names of special tokens in ``text`` become these tokens.
-
-        adds_specials: also add the tokens that the post-processor of tokenizer.json adds to a
-            text, such as BOS. For a tiktoken file it is BOS.
-        """
-
-    @abstractmethod
-    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
-        """Return the text of ``ids``, with invalid UTF-8 as U+FFFD.
-
-        with_specials: special tokens appear by name; else they are skipped.
-        """
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids``, with invalid UTF-8 as U+FFFD. Special tokens appear by name."""
 
     def known_ids(self) -> Set[int]:
         """Return the ids of all tokens. A model's vocabulary may have more."""
@@ -261,16 +249,8 @@ class _HuggingFaceTokenizer(Tokenizer):
             encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encoded]
 
-    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
-        self._inner.encode_special_tokens = False
-        try:
-            with _library_errors(self.path, text):
-                return list(self._inner.encode(text, add_special_tokens=adds_specials).ids)
-        finally:
-            self._inner.encode_special_tokens = True
-
-    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
-        return str(self._inner.decode(list(ids), skip_special_tokens=not with_specials))
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._inner.decode(list(ids), skip_special_tokens=False))
 
     def known_ids(self) -> Set[int]:
         return set(self._inner.get_vocab().values())
@@ -323,13 +303,8 @@ class _TiktokenTokenizer(Tokenizer):
             ids.frombytes(self._inner.encode_to_numpy(piece, disallowed_special=()).tobytes())
         return ids
 
-    def encode_with_specials(self, text: str, *, adds_specials: bool = False) -> list[int]:
-        ids = self._inner.encode(text, allowed_special="all")
-        return [self.bos_id, *ids] if adds_specials and self.bos_id is not None else ids
-
-    def decode(self, ids: Sequence[int], *, with_specials: bool = True) -> str:
-        kept = [i for i in ids if with_specials or i not in self._special_ids]
-        return self._inner.decode(kept)
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._inner.decode(list(ids))
 
     def known_ids(self) -> Set[int]:
         return {*self._ranks.values(), *self._special_ids}
