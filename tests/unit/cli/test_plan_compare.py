@@ -128,14 +128,14 @@ def test_the_report_shows_the_plan(tmp_path: Path) -> None:
         file.write(json.dumps({**fields, "attempt": 1}) + "\n")
     (history,) = read_histories([tmp_path], is_redacted=False)
     assert summarize(history)["plan"]["step_s"] == 2.5
-    html = _plan(history)
-    assert "+25.0 %" in html and "h100-80g" in html
+    shown = _plan(history)
+    assert shown["gpu"] == "h100-80g" and "+25.0 %" in shown["rows"][1]
 
 
 def test_a_report_without_a_plan_has_no_section(tmp_path: Path) -> None:
     write_run(tmp_path, gpus=[])
     (history,) = read_histories([tmp_path], is_redacted=False)
-    assert summarize(history)["plan"] is None and _plan(history) == ""
+    assert summarize(history)["plan"] is None and _plan(history) == {}
 
 
 @pytest.mark.nightly
