@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
@@ -19,6 +19,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
+from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.workers import describe_core_shortage
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.tokens.encoding import num_cores
@@ -72,13 +73,13 @@ CODES: dict[type[Exception], ExitCode] = {
 }
 
 
-def main(argv: list[str]) -> int:
-    """Train with the settings of `argv`; return the exit code."""
+def main(argv: Sequence[str] | CommandLine) -> int:
+    """Train with the settings of a command line; return the exit code."""
     return launch(argv, run)
 
 
 def launch(
-    argv: list[str],
+    argv: Sequence[str] | CommandLine,
     run: Callable[[JobConfig, LaunchedAs, Requests, RankPosition], ExitCode],
 ) -> int:
     """Load the configuration and call `run`; return the exit code of this process.
@@ -199,7 +200,7 @@ def dry_run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
 # ---- before the run
 
 
-def read_config(argv: list[str], world_size: int) -> JobConfig:
+def read_config(argv: Sequence[str] | CommandLine, world_size: int) -> JobConfig:
     """Load and check the configuration. Raises ConfigError with all problems."""
     config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:

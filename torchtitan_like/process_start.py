@@ -14,9 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import open_closed_streams
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.loader import CommandLine
 
 # Environment variable with the process id of the launcher. The process ends when the launcher does.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
@@ -73,8 +77,10 @@ def _is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def begin_rank(argv: list[str]) -> None:
+def begin_rank(argv: list[str]) -> CommandLine:
     """Prepare streams and signals of a rank, and remove exit.json of an earlier attempt.
+
+    Returns the command line. Its files are read here, and not again.
 
     Python's garbage collector is disabled until `GarbageCollection` configures it. During imports
     it would visit all modules repeatedly and free almost no memory.
@@ -89,18 +95,25 @@ def begin_rank(argv: list[str]) -> None:
     exit_on_signals()
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)
-    if os.environ.get("RANK", "0") != "0":
-        return
+    from torchtitan_like.config.arguments import wants_help
+    from torchtitan_like.config.loader import CommandLine
+
+    command_line = CommandLine(argv)
+    if os.environ.get("RANK", "0") == "0" and not wants_help(argv):
+        _clear_exit(command_line)
+    return command_line
+
+
+def _clear_exit(command_line: CommandLine) -> None:
+    """Remove exit.json of an earlier attempt. From here on, a signal writes a new one."""
     from torchtitan_like.checkpoint.lock import RunLock
-    from torchtitan_like.config import ConfigError, load_config
+    from torchtitan_like.config import ConfigError
     from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
     from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
     try:
-        config = load_config(argv)
-    except SystemExit:
-        return
-    except ConfigError as error:  # reported when it is loaded again, for the run
+        config = command_line.load()
+    except ConfigError as error:  # reported by the check of the configuration
         # User code is not imported yet, so the names and sections that it registers are unknown.
         errors = [problem for problem in error.problems if problem.severity != "warning"]
         is_known_later = all(CUSTOM_IMPORT_KEY in problem.involves for problem in errors)

@@ -23,8 +23,8 @@ from torchtitan_like.config import (
     load_config,
     load_stored_config,
 )
-from torchtitan_like.config.arguments import parse_arguments
-from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, import_module
+from torchtitan_like.config.arguments import last_value
+from torchtitan_like.config.loader import CUSTOM_IMPORT, CUSTOM_IMPORT_KEY, import_module
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
 from torchtitan_like.preflight.model import read_sizes
@@ -71,8 +71,7 @@ def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, s
 
 def custom_import_in(settings: Sequence[str]) -> str:
     """Return the module in the settings of a command line; "" without one."""
-    arguments, _ = parse_arguments(list(settings))
-    return str(dict(arguments.leaves).get(tuple(CUSTOM_IMPORT_KEY.split(".")), ""))
+    return last_value(settings, CUSTOM_IMPORT) or ""
 
 
 def load_trusted(file: Path, module: str, settings: Sequence[str] = ()) -> JobConfig:

@@ -14,12 +14,12 @@ if __name__ == "__main__":
     # Handle signals before all imports, which take seconds. `launch` imports this module by name.
     from torchtitan_like.process_start import begin_rank
 
-    begin_rank(sys.argv[1:])
+    command_line = begin_rank(sys.argv[1:])
 
     from torchtitan_like.launch import main
     from torchtitan_like.resilience.end import end_process
 
-    end_process(main(sys.argv[1:]))
+    end_process(main(command_line))
 
 import json
 import platform
@@ -139,7 +139,7 @@ from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
-from torchtitan_like.util.run_directory import DATA_WAIT, parse_config
+from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 
@@ -650,7 +650,7 @@ class Trainer:
             write_bundle=replay_bundles.write_spike,
         )
         self.metrics.observers += [replay_bundles.observe, spikes.observe, self.reruns.observe]
-        settings = settings_of(parse_config(dump_toml(self.config)), self.world.size)
+        settings = settings_of(self.config.model_dump(exclude_none=True), self.world.size)
         plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
         if plan is not None:
             check = PlanCheck(

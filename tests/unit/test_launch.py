@@ -1,6 +1,9 @@
 """Configuration and device of a process before its run."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,3 +39,33 @@ def test_a_run_on_one_core_logs_a_warning(
     monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
     read_config(["--training.dataloader.num_workers", "0"], 1)
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
+
+
+COUNT_WORK_OF_A_RANK = """
+import os, runpy, sys
+
+counts = open(sys.argv.pop(1), "wb", buffering=0)
+
+def record(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("mine.toml"):
+        counts.write(b"read\\n")
+
+sys.addaudithook(record)
+from torchtitan_like.config import loader
+
+parse = loader.parse_arguments
+loader.parse_arguments = lambda argv: counts.write(b"parsed\\n") and parse(argv)
+runpy.run_module("torchtitan_like.train", run_name="__main__")
+"""
+
+
+def test_a_rank_parses_its_arguments_and_reads_its_file_once(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'extends = "debug_model.toml"\n[training]\nsteps = 1\nlocal_batch_size = 1\n'
+        "[validation]\nenable = false\n[checkpoint]\nenable = false\n"
+    )
+    command = [sys.executable, "-c", COUNT_WORK_OF_A_RANK, "counts"]
+    command += ["--job.config_file", "mine.toml", "--job.dump_folder", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert sorted((tmp_path / "counts").read_text().split()) == ["parsed", "read"]

@@ -27,13 +27,13 @@ class HelpWithSettings(argparse.Action):
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_unused: object
     ) -> None:
         from torchtitan_like.config.document import help_text
-        from torchtitan_like.config.loader import import_extensions
+        from torchtitan_like.config.loader import CommandLine
         from torchtitan_like.util.modules import searching_modules_in
         from torchtitan_like.util.output import show_error
 
         argv = with_config(getattr(namespace, "config", None), [], show_error)
         with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-            for problem in import_extensions(argv):
+            for problem in CommandLine(argv).import_extensions():
                 show_error(str(problem))
         sys.stdout.write(f"{parser.format_help()}\n{help_text()}")
         parser.exit()

@@ -34,6 +34,16 @@ def wants_help(argv: list[str]) -> bool:
     return "--help" in argv or "-h" in argv
 
 
+def last_value(argv: Sequence[str], path: Path) -> str | None:
+    """Return the text that the last flag of a setting has, without parsing the others."""
+    value = None
+    for index, argument in enumerate(argv):
+        name, has_value, text = argument.partition("=")
+        if name.startswith("--") and tuple(name[2:].replace("-", "_").split(".")) == path:
+            value = text if has_value else "".join(argv[index + 1 : index + 2])
+    return value
+
+
 def parse_arguments(argv: list[str]) -> tuple[Layer, list[Problem]]:
     """Return the settings of all arguments, and the problems. The last of repeated flags wins."""
     leaves: dict[Path, Any] = {}

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from torchtitan_like.config.aliases import use_current_names
 from torchtitan_like.config.arguments import ORIGIN as COMMAND_LINE
-from torchtitan_like.config.arguments import parse_arguments, suggest_key, wants_help
+from torchtitan_like.config.arguments import last_value, parse_arguments, suggest_key, wants_help
 from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, merge, read_files
 from torchtitan_like.config.problems import ConfigError, Problem
@@ -31,23 +31,74 @@ USAGE = """\
 usage: titan train X.toml [--section.key VALUE ...]
        torchrun -m torchtitan_like.train --job.config_file X.toml [--section.key VALUE ...]
 """
+CONFIG_FILE = ("job", "config_file")
 CUSTOM_IMPORT = ("experimental", "custom_import")
 CUSTOM_IMPORT_KEY = ".".join(CUSTOM_IMPORT)
 
 
-def import_extensions(argv: list[str]) -> list[Problem]:
-    """Import the module of `experimental.custom_import`, which may register names and sections.
+class CommandLine:
+    """A command line and the TOML files that it names. Each is read and parsed once.
 
-    argv: see `load_config`. Returns the problem of an import that fails.
+    argv: `--job.config_file` and other settings.
     """
-    layers, _ = _read_layers(argv)
-    origin, module = "", ""
-    for layer in layers:
-        for path, value in layer.leaves:
-            if path == CUSTOM_IMPORT and isinstance(value, str):
-                origin, module = layer.origin, _absolute_code_file(path, value, layer.origin)
-    problem = import_module(module)
-    return [] if problem is None else [replace(problem, origin=origin)]
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self.argv = list(argv)
+        file = last_value(self.argv, CONFIG_FILE)
+        self._files, self._unreadable = ([], []) if file is None else read_files(file)
+        self._loaded: JobConfig | ConfigError | None = None
+
+    @classmethod
+    def of(cls, argv: Sequence[str] | CommandLine) -> CommandLine:
+        """Return the command line of `argv`, or `argv` itself if it is one."""
+        return argv if isinstance(argv, CommandLine) else cls(argv)
+
+    def import_extensions(self) -> list[Problem]:
+        """Import the module of `experimental.custom_import`, which may register names and sections.
+
+        Returns the problem of an import that fails.
+        """
+        chosen = [
+            (layer.origin, value)
+            for layer in self._files
+            for path, value in layer.leaves
+            if path == CUSTOM_IMPORT and isinstance(value, str)
+        ]
+        if (value := last_value(self.argv, CUSTOM_IMPORT)) is not None:
+            chosen.append((COMMAND_LINE, value))
+        origin, name = chosen[-1] if chosen else ("", "")
+        if not name:
+            return []
+        problem = import_module(_absolute_code_file(CUSTOM_IMPORT, name, origin))
+        self._loaded = None  # the module may have registered names
+        return [] if problem is None else [replace(problem, origin=origin)]
+
+    def load(self) -> JobConfig:
+        """Return the configuration. Imports no user code: see `import_extensions`.
+
+        Precedence: command line > TOML file > the file that it extends > defaults. `--help` prints
+        all settings and exits with 0. Raises ConfigError with every problem.
+        """
+        if self._loaded is None:
+            try:
+                self._loaded = self._load()
+            except ConfigError as error:
+                self._loaded = error
+        if isinstance(self._loaded, ConfigError):
+            raise self._loaded
+        return self._loaded
+
+    def _load(self) -> JobConfig:
+        if wants_help(self.argv):
+            from torchtitan_like.config.document import help_text
+
+            sys.stdout.write(f"{USAGE}\n{help_text()}")
+            raise SystemExit(0)
+        arguments, problems = parse_arguments(self.argv)
+        problems = [*self._unreadable, *problems]
+        config = build_config([*self._files, arguments], problems, complete=not self._unreadable)
+        config._notices += tuple(_ignored_config_files(self._files))
+        return _in_folder_of_group(config)
 
 
 def import_module(name: str) -> Problem | None:
@@ -70,23 +121,9 @@ def import_module(name: str) -> Problem | None:
     return None
 
 
-def load_config(argv: list[str]) -> JobConfig:
-    """Load and check the configuration of a command line: `--job.config_file` and other settings.
-
-    Imports no user code: see `import_extensions`.
-    Precedence: command line > TOML file > the file that it extends > defaults. `--help` prints all
-    settings and exits with 0. Raises ConfigError with every problem.
-    """
-    if wants_help(argv):
-        from torchtitan_like.config.document import help_text
-
-        sys.stdout.write(f"{USAGE}\n{help_text()}")
-        raise SystemExit(0)
-    _, problems = parse_arguments(argv)
-    layers, unreadable = _read_layers(argv)
-    config = build_config(layers, [*unreadable, *problems], complete=not unreadable)
-    config._notices += tuple(_ignored_config_files(layers[:-1]))
-    return _in_folder_of_group(config)
+def load_config(argv: Sequence[str]) -> JobConfig:
+    """Load and check the configuration of a command line: see `CommandLine.load`."""
+    return CommandLine(argv).load()
 
 
 def _in_folder_of_group(config: JobConfig) -> JobConfig:
@@ -101,14 +138,6 @@ def _in_folder_of_group(config: JobConfig) -> JobConfig:
         return config
     job = config.job.model_copy(update={"dump_folder": str(folder / name)})
     return config.model_copy(update={"job": job})
-
-
-def _read_layers(argv: list[str]) -> tuple[list[Layer], list[Problem]]:
-    """Return the layers of a command line, the arguments last, and the problems of its files."""
-    arguments, _ = parse_arguments(argv)
-    file = dict(arguments.leaves).get(("job", "config_file"))
-    layers, unreadable = ([], []) if file is None else read_files(file)
-    return [*layers, arguments], unreadable
 
 
 def load_stored_config(file: FilePath, settings: Sequence[str] = ()) -> JobConfig:
@@ -128,7 +157,7 @@ def _ignored_config_files(layers: list[Layer]) -> Iterator[Problem]:
     """Yield a warning for each file that sets job.config_file."""
     for layer in layers:
         for path, value in layer.leaves:
-            if path == ("job", "config_file"):
+            if path == CONFIG_FILE:
                 yield Problem(
                     "job.config_file",
                     value,

@@ -9,7 +9,7 @@ import tempfile
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
@@ -36,6 +36,9 @@ from torchtitan_like.util.run_directory import (
     write_exit,
 )
 
+if TYPE_CHECKING:
+    from torchtitan_like.config import JobConfig
+
 MAX_SHOWN_RANKS = 32
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 
@@ -57,14 +60,14 @@ class Start(NamedTuple):
     titan: list[str]  # words that start the `titan` command
 
 
-def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
+def prepare_run_folder(config: JobConfig, num_nodes: int) -> Path:
     """Remove the exit.json of an earlier attempt. Returns the run folder.
 
     Raises LaunchError if the folder cannot be written, or if a run on this machine is using it.
     With several machines, this one may be about to join that run: then exit.json is kept.
     """
-    folder = Path(config["job"]["dump_folder"])
-    refusal = RunLock(folder / config["checkpoint"]["folder"]).local_holder()
+    folder = Path(config.job.dump_folder)
+    refusal = RunLock(folder / config.checkpoint.folder).local_holder()
     if refusal is not None and num_nodes == 1:
         raise LaunchError(str(refusal), ExitCode.STORAGE)
     try:
@@ -83,7 +86,7 @@ def prepare_run_folder(config: dict[str, Any], num_nodes: int) -> Path:
 
 
 def report_end(
-    config: dict[str, Any],
+    config: JobConfig,
     code: int,
     passed_on: signal.Signals | None,
     start: Start,
@@ -95,7 +98,7 @@ def report_end(
     code is then in the exit.json of this attempt. A single rank without torchrun returns it
     directly.
     """
-    folder = Path(config["job"]["dump_folder"])
+    folder = Path(config.job.dump_folder)
     exit_folder = folder
     # If its folder cannot be written, a run writes exit.json into the folder of its launcher.
     if launcher_folder is not None and (launcher_folder / EXIT).exists():
@@ -167,8 +170,8 @@ def _has_started(folder: Path, since: float) -> bool:
     return is_new or _first_error(folder, since) is not None
 
 
-def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
-    folder = Path(config["job"]["dump_folder"])
+def _report_agreed(config: JobConfig, end: RunEnd, start: Start) -> int:
+    folder = Path(config.job.dump_folder)
     if end.code == ExitCode.DONE:
         show("\n".join(summary(config, folder, start, int(end.step or 0))))
     else:
@@ -178,13 +181,13 @@ def _report_agreed(config: dict[str, Any], end: RunEnd, start: Start) -> int:
     return end.code
 
 
-def _show_how_to_continue(config: dict[str, Any], code: int, start: Start) -> None:
+def _show_how_to_continue(config: JobConfig, code: int, start: Start) -> None:
     """Print the command, if the same one continues a run that was stopped."""
-    folder, checkpoint = Path(config["job"]["dump_folder"]), config["checkpoint"]
-    if code not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) or not checkpoint["enable"]:
+    folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
+    if code not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) or not checkpoint.enable:
         return
-    full = [step for step in published_steps(folder / checkpoint["folder"]) if step.is_full]
-    if full and not (folder / config["resilience"]["kill_switch_path"]).exists():
+    full = [step for step in published_steps(folder / checkpoint.folder) if step.is_full]
+    if full and not (folder / config.resilience.kill_switch_path).exists():
         show_error(f"Resume at step {full[-1].step} (the same command): {start.command}")
 
 
@@ -263,24 +266,24 @@ def _first_error(folder: Path, since: float) -> FirstError | None:
     return max(candidates, key=lambda first: first.record["time"], default=None)
 
 
-def summary(config: dict[str, Any], folder: Path, start: Start, last_step: int) -> list[str]:
+def summary(config: JobConfig, folder: Path, start: Start, last_step: int) -> list[str]:
     """Return three lines: paths of the results, and commands to resume and to generate a sample."""
-    metrics = config["metrics"]
-    checkpoint = config["checkpoint"]
+    metrics = config.metrics
+    checkpoint = config.checkpoint
     command = start.command
-    if checkpoint.get("load_step", -1) >= 0:  # with more steps, the run would go back again
+    if checkpoint.load_step >= 0:  # with more steps, the run would go back again
         command = with_option(command, "checkpoint.load_step", -1)
     # If checkpointing is disabled, an earlier run wrote the steps in the folder.
-    steps = published_steps(folder / checkpoint["folder"]) if checkpoint["enable"] else []
+    steps = published_steps(folder / checkpoint.folder) if checkpoint.enable else []
     newest = str(steps[-1].path) if steps else "none (checkpoint.enable is off)"
-    board = f"tensorboard --logdir {shlex.quote(str(folder / metrics['save_tb_folder']))}"
-    if not metrics["enable_tensorboard"]:
+    board = f"tensorboard --logdir {shlex.quote(str(folder / metrics.save_tb_folder))}"
+    if not metrics.enable_tensorboard:
         board = "off (metrics.enable_tensorboard)"
     sample = " ".join(map(quoted, [*start.titan, "generate", newest, "--prompt", "The"]))
     return [
         f"Logs: {folder}/{ATTEMPTS}, {folder}/metrics.jsonl | Checkpoint: {newest} | "
         f"TensorBoard: {board}",
-        how_to_resume(steps, command, int(config["training"]["steps"]), last_step),
+        how_to_resume(steps, command, config.training.steps, last_step),
         f"Sample: {sample if steps else 'needs a checkpoint'}",
     ]
 

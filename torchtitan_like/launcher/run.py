@@ -13,10 +13,10 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import (
@@ -31,10 +31,8 @@ from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import flush_or_discard, show, show_error
 from torchtitan_like.util.run_directory import LAUNCHER_FOLDER
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+if TYPE_CHECKING:
+    from torchtitan_like.config import JobConfig
 
 PACKAGE = "torchtitan_like"
 ROOT = Path(__file__).resolve().parents[2]  # the folder that holds the package
@@ -57,10 +55,18 @@ SIGNALS = {
 }
 
 
+class StoppedBeforeStart(BaseException):
+    """A signal before the run starts. No handler of errors, such as of user code, may catch it."""
+
+    def __init__(self, code: ExitCode) -> None:
+        super().__init__()
+        self.code = code
+
+
 class SignalRelay:
     """Passes signals on to the run, which saves a checkpoint and ends.
 
-    Before the run starts, a signal raises LaunchError. The run has a separate process group, so
+    Before the run starts, a signal raises StoppedBeforeStart. The run has a separate process group, so
     that it receives a Ctrl-C only once, from this process.
     """
 
@@ -101,7 +107,7 @@ class SignalRelay:
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         passed_on, code = SIGNALS[signal.Signals(signum)]
         if not self.is_starting:
-            raise LaunchError("Stopped: nothing was started.", code)
+            raise StoppedBeforeStart(code)
         self.passed_on = passed_on
         show_error(f"Passing {passed_on.name} on to the run, which saves a checkpoint and ends.")
         self._send(passed_on)
@@ -123,9 +129,11 @@ def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Se
         try:
             return _launch(relay, options, settings, words)
         except LaunchError as error:
-            if message := str(error):  # a failed check has printed its own
-                show_error(message)
+            show_error(str(error))
             return error.code
+        except StoppedBeforeStart as stopped:
+            show_error("Stopped: nothing was started.")
+            return int(stopped.code)
         finally:
             flush_or_discard(sys.stdout)
             flush_or_discard(sys.stderr)
@@ -148,7 +156,7 @@ def _launch(
         show(f"{machine.host}: {', '.join(machine.gpu_list)}")
     plan = read_options(options, environ, machine)
     environ = child_environment(environ, plan, machine)
-    config = check_config(python, plan, machine, settings, environ)
+    config = check_config(plan, machine, settings)
     folder = prepare_run_folder(config, plan.max_nodes)
     if plan.nccl_debug_to:
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
@@ -179,27 +187,35 @@ def _launcher_folder() -> Iterator[Path | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_config(
-    python: str, plan: Launch, machine: Machine, settings: Sequence[str], environ: Mapping[str, str]
-) -> dict[str, Any]:
-    """Check the configuration for each number of machines in a separate process.
+def check_config(plan: Launch, machine: Machine, settings: Sequence[str]) -> JobConfig:
+    """Check the configuration for each number of machines, as each rank does for its own.
 
-    It reports every error that can be detected before ranks start. Returns the resolved
-    configuration. Raises LaunchError with the code of the check.
+    It reports every error that can be detected before ranks start. Returns the configuration.
+    Raises LaunchError with the code BAD_CONFIG.
     """
-    device = [] if machine.num_gpus else ["--device-type", "cpu"]
-    resolved = ""
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.config.loader import CommandLine
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
+
+    command_line = CommandLine(settings)
+    shown = None
     for nodes in range(plan.min_nodes, plan.max_nodes + 1):
-        command = [python, "-m", PACKAGE, "check", "--training", *device]
-        command += ["--world-size", str(plan.num_ranks * nodes), *settings]
-        # Only the launcher may receive a Ctrl-C: the check gets a separate process group.
-        done = subprocess.run(
-            command, env=environ, stdout=subprocess.PIPE, text=True, preexec_fn=os.setpgrp
-        )
-        if done.returncode != 0:
-            raise LaunchError("", shell_code(done.returncode))
-        resolved = done.stdout
-    config: dict[str, Any] = tomllib.loads(resolved)
+        try:
+            # The ranks find the user's modules in the current folder. Such a module may print.
+            with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+                config, warnings = load_checked(
+                    command_line,
+                    plan.num_ranks * nodes,
+                    training=True,
+                    device_type=None if machine.num_gpus else "cpu",
+                )
+        except ConfigError as error:
+            raise LaunchError(str(error)) from error
+        if warnings and report(warnings) != shown:
+            shown = report(warnings)
+            show_error(shown)
     return config
 
 

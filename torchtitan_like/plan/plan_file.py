@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchtitan_like.config import JobConfig, dump_toml
+from torchtitan_like.config import JobConfig
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.timeline import StepTime
 from torchtitan_like.util.plan_file import PlanFile, settings_of
-from torchtitan_like.util.run_directory import parse_config
 from torchtitan_like.util.units import GIB
 
 
@@ -30,7 +29,7 @@ def plan_of(
     first = memories[0]
     assert first.rank == 0, first.rank
     return PlanFile(
-        settings=settings_of(parse_config(dump_toml(config)), world_size),
+        settings=settings_of(config.model_dump(exclude_none=True), world_size),
         gpu=gpu.key,
         cluster=cluster.key,
         reserved=first.reserved / GIB,

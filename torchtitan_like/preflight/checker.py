@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.config import ConfigError, JobConfig, Problem, load_config
-from torchtitan_like.config.loader import import_extensions
+from torchtitan_like.config import ConfigError, JobConfig, Problem
+from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def load_checked(
-    argv: list[str],
+    argv: Sequence[str] | CommandLine,
     world_size: int | None,
     *,
     training: bool,
@@ -48,11 +48,12 @@ def load_checked(
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
     """
-    problems = import_extensions(argv)
+    command_line = CommandLine.of(argv)
+    problems = command_line.import_extensions()
     # Names and sections of a module that cannot be imported are unknown.
     faulty = frozenset(problem.key for problem in problems)
     try:
-        config = load_config(argv)
+        config = command_line.load()
         problems += config.notices
     except ConfigError as error:
         problems += [

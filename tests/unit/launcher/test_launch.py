@@ -21,22 +21,20 @@ from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import write_manifest
+from torchtitan_like.config import load_config
 from torchtitan_like.launcher import machine
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
+from torchtitan_like.launcher.outcome import prepare_run_folder
 from torchtitan_like.launcher.run import SIGNALS, child_environment
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
-# A fake PYTHON. It logs its arguments and environment, and replaces the check and the ranks.
+DEBUG_MODEL = TRAIN_CONFIGS / "debug_model.toml"
+# A fake PYTHON. It logs its arguments and environment, and replaces the ranks.
 FAKE_PYTHON = """#!/usr/bin/env bash
 folder={folder}
 trap '' PIPE # as in Python
 case "$1 $2 $3" in
-  "-m torchtitan_like check")
-    printf '%q ' "$@" >>"$folder/checks"; echo >>"$folder/checks"
-    cat "$folder/resolved.toml"
-    [ -z "${{CONFIG_CODE:-}}" ] || echo "training.stesp: no such key" >&2
-    exit "${{CONFIG_CODE:-0}}" ;;
   "-m torchtitan_like.torchrun "* | "-m torchtitan_like.train "*)
     env -0 >"$folder/environment"
     printf '%q ' "$@" >"$folder/run"
@@ -120,19 +118,13 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
     """A machine without GPUs. Tests with GPUs write their own nvidia-smi into `bin`."""
     python = tmp_path / "bin" / "python"
     (tmp_path / "outputs").mkdir()
-    resolved = {
-        "job": {"dump_folder": str(tmp_path / "outputs")},
-        "training": {"steps": 300},
-        "checkpoint": {"enable": True, "folder": "checkpoint"},
-        "metrics": {"enable_tensorboard": True, "save_tb_folder": "tb"},
-        "resilience": {"kill_switch_path": "KILL"},
-    }
-    toml = "\n".join(
-        f"[{section}]\n"
-        + "\n".join(f"{key} = {json.dumps(value)}" for key, value in values.items())
-        for section, values in resolved.items()
+    base, outputs = (json.dumps(str(path)) for path in (DEBUG_MODEL, tmp_path / "outputs"))
+    text = (
+        f"extends = {base}\n[job]\ndump_folder = {outputs}\n[training]\nsteps = 300\n"
+        "[checkpoint]\nenable = true\n"
     )
-    (tmp_path / "resolved.toml").write_text(toml)
+    for name in ("debug_model.toml", "my.toml", "my config.toml"):
+        (tmp_path / name).write_text(text)
     write_executable(
         python,
         FAKE_PYTHON.format(folder=shlex.quote(str(tmp_path)), python=shlex.quote(sys.executable)),
@@ -164,33 +156,22 @@ def publish_step(shell: Shell, step: int) -> Path:
 
 
 def test_an_invalid_config_returns_78_and_starts_nothing(shell: Shell) -> None:
-    result = shell("--training.stesp", "3", CONFIG_CODE="78")
+    result = shell("--training.stesp", "3")
     assert result.returncode == 78
-    assert "training.stesp: no such key" in result.stderr
+    assert 'did you mean "training.steps"?' in result.stderr
     assert not shell.was_started
 
 
-def test_the_check_gets_the_world_size_and_the_same_arguments(shell: Shell) -> None:
-    shell(
-        "--training.steps", "3", "--job.description", "two words", NGPU="4", CONFIG_FILE="my.toml"
-    )
-    arguments = [
-        "--job.config_file",
-        "my.toml",
-        "--training.steps",
-        "3",
-        "--job.description",
-        "two words",
-    ]
-    assert shell.read("checks")[3:] == [
-        "--training",
-        "--device-type",
-        "cpu",
-        "--world-size",
-        "4",
-        *arguments,
-    ]
-    assert shell.read("run")[-len(arguments) :] == arguments
+def test_the_check_knows_the_number_of_ranks(shell: Shell) -> None:
+    result = shell("--parallelism.tensor_parallel_degree", "3", NGPU="4")
+    assert result.returncode == 78 and "parallelism.tensor_parallel_degree = 3" in result.stderr
+    assert not shell.was_started
+
+
+def test_ranks_get_the_arguments_as_they_were_typed(shell: Shell) -> None:
+    words = ["--training.steps", "3", "--job.description", "two words"]
+    shell(*words, NGPU="4", CONFIG_FILE="my.toml")
+    assert shell.read("run")[-6:] == ["--job.config_file", "my.toml", *words]
 
 
 def test_torchrun_gets_its_arguments(shell: Shell) -> None:
@@ -232,19 +213,19 @@ def test_variables_of_another_launcher_are_removed(shell: Shell) -> None:
     assert not [line for line in shell.environment if line.partition("=")[0] in inherited]
 
 
-DEBUG_MODEL = ["--job.config_file", str(TRAIN_CONFIGS / "debug_model.toml")]
+DEFAULT = ["--job.config_file", "debug_model.toml"]
 
 
 def test_titan_train_is_one_process_by_default(shell: Shell) -> None:
     shell()
-    assert shell.read("run") == ["-m", "torchtitan_like.train", *DEBUG_MODEL]
+    assert shell.read("run") == ["-m", "torchtitan_like.train", *DEFAULT]
 
 
 def test_run_train_starts_two_cpu_ranks_and_shows_one_log(shell: Shell) -> None:
     shell.is_script = True
     shell()
     run = shell.read("run")
-    assert run[-2:] == DEBUG_MODEL
+    assert run[-2:] == DEFAULT
     assert "--nproc_per_node=2" in run
     assert run[run.index("--local-ranks-filter") + 1] == "0"
 
@@ -277,7 +258,6 @@ def test_all_visible_gpus_are_used(shell: Shell, variables: dict[str, str], gpus
     assert f"--nproc_per_node={gpus or 2}" in shell.read("run")
     has_setting = "PYTORCH_ALLOC_CONF=expandable_segments:True" in shell.environment
     assert has_setting == (gpus > 0)
-    assert ("--device-type" in shell.read("checks")) == (gpus == 0)
 
 
 GPU = "GPU-{}0000000-1111-2222-3333-444444444444"
@@ -459,17 +439,17 @@ def test_arguments_of_several_machines(
 ) -> None:
     shell(NNODES="2", NGPU="4", **variables)
     assert expected in (shell.folder / "run").read_text()
-    [checked] = (shell.folder / "checks").read_text().splitlines()
-    assert "--training" in checked and "--world-size 8 " in checked
     run = shell.read("run")
     assert run[run.index("--role") + 1] == os.uname().nodename.split(".")[0] + ":"
 
 
 def test_the_check_covers_every_number_of_machines(shell: Shell) -> None:
-    shell(NNODES="2:4", NGPU="4", MASTER_ADDR="node-1", MAX_RESTARTS="3")
-    run, checks = shell.read("run"), (shell.folder / "checks").read_text().splitlines()
+    variables = {"NNODES": "2:4", "NGPU": "4", "MASTER_ADDR": "node-1", "MAX_RESTARTS": "3"}
+    assert shell(**variables).returncode == 0
+    run = shell.read("run")
     assert "--nnodes=2:4" in run and "--max-restarts=3" in run
-    assert [line.split("--world-size ")[1].split()[0] for line in checks] == ["8", "12", "16"]
+    result = shell("--training.global_batch_size", "64", **variables)  # 12 ranks x 4 samples
+    assert result.returncode == 78 and "training.global_batch_size = 64" in result.stderr
 
 
 @pytest.mark.parametrize("variables", [{"NNODES": "2", "MASTER_ADDR": "n1"}, {"MAX_RESTARTS": "1"}])
@@ -542,7 +522,7 @@ def test_an_invalid_option_starts_nothing(shell: Shell) -> None:
         == "NNODES=2 (--nnodes) is set without MASTER_ADDR. Expected the address of one of the "
         "machines. Set MASTER_ADDR (--master-addr).\n"
     )
-    assert not shell.was_started and not (shell.folder / "checks").exists()
+    assert not shell.was_started
 
 
 def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
@@ -602,8 +582,11 @@ def test_a_refused_configuration_returns_78_without_output(
     shell: Shell, output: Callable[[], AbstractContextManager[int]], buffered: str
 ) -> None:
     """Printing the name of the bundled configuration fails before the check."""
+    (shell.folder / "debug_model.toml").unlink()
     with output() as file:
-        process = shell.start(CONFIG_CODE="78", PYTHONUNBUFFERED=buffered, stdout=file, stderr=file)
+        process = shell.start(
+            "--training.stesp=3", PYTHONUNBUFFERED=buffered, stdout=file, stderr=file
+        )
         assert process.wait(timeout=200) == 78
     assert not shell.was_started
 
@@ -773,11 +756,8 @@ def test_the_resume_line_repeats_variables_and_script(shell: Shell) -> None:
 
 def test_the_resume_line_resets_load_step(shell: Shell) -> None:
     """A larger number of steps must not load the old step again."""
+    publish_step(shell, 100)
     publish_step(shell, 300)
-    resolved = shell.folder / "resolved.toml"
-    resolved.write_text(
-        resolved.read_text().replace("enable = true", "enable = true\nload_step = 100", 1)
-    )
     _, resume, _ = shell("--checkpoint.load_step", "100").stdout.splitlines()[-3:]
     assert shlex.split(resume)[-4:] == ["--checkpoint.load_step", "-1", "--training.steps", "600"]
 
@@ -812,9 +792,9 @@ def test_last_lines_of_a_run_without_a_checkpoint(shell: Shell) -> None:
 
 def test_a_run_without_checkpoints_names_no_step_of_an_older_run(shell: Shell) -> None:
     publish_step(shell, 7)
-    resolved = shell.folder / "resolved.toml"
-    resolved.write_text(resolved.read_text().replace("enable = true", "enable = false", 1))
-    outputs_line, resume_line, sample_line = shell().stdout.splitlines()[-3:]
+    outputs_line, resume_line, sample_line = shell("--checkpoint.no_enable").stdout.splitlines()[
+        -3:
+    ]
     assert (
         "Checkpoint: none (checkpoint.enable is off)" in outputs_line
         and "step-7" not in outputs_line + resume_line + sample_line
@@ -868,11 +848,12 @@ def test_a_signal_is_forwarded_and_the_run_may_save(shell: Shell, sent: str, rec
 def test_a_signal_during_the_check_returns_the_code_of_the_signal(
     shell: Shell, sent: str, code: int
 ) -> None:
-    """The check of the configuration takes seconds."""
-    (shell.folder / "resolved.toml").unlink()
-    os.mkfifo(shell.folder / "resolved.toml")  # the check waits for a writer
-    process = shell.start()
-    with open(shell.folder / "resolved.toml", "w"):  # returns when the check reads
+    """The check may import a module of the user, which may catch every Exception."""
+    os.mkfifo(shell.folder / "fifo")
+    waiting = "try:\n    open('fifo').read()\nexcept Exception:\n    pass\n"
+    (shell.folder / "waiting.py").write_text(waiting)
+    process = shell.start("--experimental.custom_import", "waiting.py")
+    with open(shell.folder / "fifo", "w"):  # returns when the module reads
         process.send_signal(getattr(signal, sent))
     _, stderr = process.communicate(timeout=200)
     assert process.returncode == code
@@ -993,12 +974,9 @@ def wait_for(path: Path) -> None:
         time.sleep(0.02)
 
 
-def test_nothing_starts_in_an_unwritable_folder(shell: Shell) -> None:
-    (shell.folder / "outputs").rmdir()
-    (shell.folder / "outputs").symlink_to("/proc/self")  # a folder in which no file can be created
-    result = shell()
-    assert result.returncode == 74 and not shell.was_started
-    assert (
-        "Nothing was started: the run folder" in result.stderr
-        and "cannot be written" in result.stderr
-    )
+def test_nothing_starts_in_an_unwritable_folder(tmp_path: Path) -> None:
+    (tmp_path / "outputs").symlink_to("/proc/self")  # a folder in which no file can be created
+    config = load_config(["--job.dump_folder", str(tmp_path / "outputs")])
+    with pytest.raises(LaunchError, match="the run folder .* cannot be written") as caught:
+        prepare_run_folder(config, 1)
+    assert caught.value.code == 74

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.config import load_config
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.launcher.outcome import Start, report_crash, report_end
 from torchtitan_like.monitor.errors import record_error
@@ -52,10 +53,7 @@ def test_the_code_follows_exit_json_after_a_signal_to_any_process(
     (tmp_path / "attempts" / "1").mkdir(parents=True)
     if written is not None:
         write_exit(tmp_path, written)
-    config = {
-        "job": {"dump_folder": str(tmp_path)},
-        "checkpoint": {"folder": "checkpoint", "enable": False},
-    }
+    config = load_config(["--job.dump_folder", str(tmp_path)])
     start = Start(0.0, 1, "titan train", ["titan"])
     assert report_end(config, returned, None, start) == expected
     if expected not in (0, 1):
