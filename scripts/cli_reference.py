@@ -6,7 +6,6 @@ python scripts/cli_reference.py > docs/reference/cli.md
 from __future__ import annotations
 
 import argparse
-import importlib
 
 from torchtitan_like.cli import COMMANDS, Command, build_parser, executable_commands
 
@@ -32,9 +31,7 @@ def markdown() -> str:
 
 
 def _section(command: Command) -> str:
-    module = importlib.import_module(f"torchtitan_like.cli.{command.module}")
     parser = build_parser(command)
-    module.configure(parser)
     text, _, example = (parser.epilog or "").partition("example: ")
     lines = [f"\n### titan {command.name}\n", f"{parser.description}\n"]
     rows = [_row(action) for action in parser._actions if action.dest != "help"]

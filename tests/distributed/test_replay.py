@@ -1,17 +1,16 @@
 """`titan run replay`: one process reproduces a non-finite step from the run's bundle."""
 
 import math
-import shlex
 
 import pytest
 import torch
 
 from tests.distributed.parity import ROOT, build, options, release
+from tests.harness.examples import example_words
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.cli import main as titan
-from torchtitan_like.cli.run.replay import EXAMPLE
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.monitor import log
 from torchtitan_like.util.exit_codes import ExitCode
@@ -226,7 +225,7 @@ def test_stopped_run_pins_its_checkpoint_and_is_reproduced(tmp_path, layout, cap
     assert_embedding_is_reported(result, bundle)
     (tmp_path / "outputs").symlink_to(tmp_path / "run")
     monkeypatch.chdir(tmp_path)
-    assert titan(shlex.split(EXAMPLE)[1:]) == 0
+    assert titan(example_words("run replay")) == 0
 
 
 def test_skipped_step_is_replayed_from_an_older_checkpoint(tmp_path, large_loss_in_replay):

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.harness.examples import example_words
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.datasets import DATASETS
@@ -131,14 +132,12 @@ def test_command_writes_the_metrics_of_the_hf_backend(
 
 
 def test_example_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_like.cli.eval import EXAMPLE
-
     run = folder / "outputs"
     if not run.exists():
         run.symlink_to("run")
         (run / "checkpoint/step-100").symlink_to("step-7")
     monkeypatch.chdir(folder)
-    assert titan(EXAMPLE.split()[1:]) == 0
+    assert titan(example_words("eval")) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The `titan` command: one table of sub-commands, and one module for each of them in this folder.
+"""The `titan` command: one table of sub-commands, and one module for each group of them.
 
-A module has `configure(parser)`, which adds its arguments, and `run(arguments)`, which returns the
-exit code. Only the module of the chosen sub-command is imported. This package parses arguments and
-prints output; other packages do the work.
+For a sub-command such as `titan ckpt ls`, its module has `configure_ls(parser)`, which adds the
+arguments, and `run_ls(arguments)`, which returns the exit code. Only the module of the chosen
+sub-command is imported. This package parses arguments and prints output; other packages do the work.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import importlib
 import re
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
@@ -39,6 +39,25 @@ class Command(NamedTuple):
     module: str = ""
     takes_settings: bool = False  # accepts --section.key value; see `_parse_with_settings`
     verbs: tuple[Command, ...] = ()
+
+    @property
+    def verb(self) -> str:
+        """The last word of the name."""
+        return self.name.split()[-1]
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+        self._function("configure")(parser)
+
+    def run(self, arguments: argparse.Namespace) -> int:
+        """Run the sub-command. Returns the exit code."""
+        code: int = self._function("run")(arguments)
+        return code
+
+    def _function(self, prefix: str) -> Callable[..., Any]:
+        module = importlib.import_module(f"{__name__}.{self.module}")
+        function: Callable[..., Any] = getattr(module, f"{prefix}_{self.verb.replace('-', '_')}")
+        return function
 
 
 CKPT = (
@@ -227,24 +246,21 @@ def _run(words: list[str]) -> int:
             print(help_text(prog, commands), end="")
             return 0
         name = words.pop(0)
-        command = next((one for one in commands if one.name.split()[-1] == name), None)
+        command = next((one for one in commands if one.verb == name), None)
         if command is None:
             show_error(_unknown(prog, commands, name))
             return USAGE_ERROR
-        verbs = {verb.name.split()[-1] for verb in command.verbs}
+        verbs = {each.verb for each in command.verbs}
         if command.module and not (words and words[0] in verbs):
             break
         prog = f"titan {command.name}"
         commands = command.verbs
-    module = importlib.import_module(f"{__name__}.{command.module}")
-    code: int = module.run(parse(command, words))
-    return code
+    return command.run(parse(command, words))
 
 
 def parse(command: Command, words: Sequence[str]) -> argparse.Namespace:
     """Parse the words after the name of a command. Exits with code 2 if they are wrong."""
     parser = build_parser(command)
-    importlib.import_module(f"{__name__}.{command.module}").configure(parser)
     if command.takes_settings:
         return _parse_with_settings(parser, list(words))
     return parser.parse_args(words)
@@ -260,11 +276,11 @@ def executable_commands(commands: Sequence[Command] = COMMANDS) -> list[Command]
 
 
 def build_parser(command: Command) -> argparse.ArgumentParser:
-    """Return the parser of a sub-command, without its arguments."""
+    """Return the parser of a sub-command."""
     usage = (
         "%(prog)s [CONFIG] [OPTIONS] [--section.key VALUE ...]" if command.takes_settings else None
     )
-    return argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog=f"titan {command.name}",
         usage=usage,
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
@@ -272,6 +288,8 @@ def build_parser(command: Command) -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=not command.takes_settings,
     )
+    command.configure(parser)
+    return parser
 
 
 def full_parser() -> argparse.ArgumentParser:
@@ -288,7 +306,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) 
     subparsers = parser.add_subparsers()
     for command in commands:
         child = subparsers.add_parser(
-            command.name.split()[-1],
+            command.verb,
             help=command.summary,
             add_help=not command.takes_settings,
             conflict_handler="resolve",
@@ -300,7 +318,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) 
                 if "<" not in setting.key:
                     child.add_argument(f"--{setting.key}")
         if command.module:
-            importlib.import_module(f"{__name__}.{command.module}").configure(child)
+            command.configure(child)
         for action in child._actions:
             if action.type is Path or action.dest == "config":
                 action.complete = SHTAB_FILE  # type: ignore[attr-defined]
@@ -318,7 +336,7 @@ def help_text(prog: str = "titan", commands: Sequence[Command] = COMMANDS) -> st
 
 
 def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
-    names = [*(command.name.split()[-1] for command in commands), "--help"]
+    names = [*(command.verb for command in commands), "--help"]
     if commands is COMMANDS:
         names.append("--version")
     similar = nearest(name, names)

@@ -14,10 +14,9 @@ from pathlib import Path
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
 
 DOES_NOT_FIT = 1
-EXAMPLE = "titan check debug_model.toml --world-size 2 --training.steps 100"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file")
     parser.add_argument("--world-size", metavar="N", help="also check the layout on N ranks")
@@ -41,11 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "or prints every problem on stderr and returns 78.\n"
         "With --plan: also prints on stderr whether it fits on the GPU, or up to three changes with\n"
         "which it fits, the cheapest first. Returns 1 if it does not fit.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan check debug_model.toml --world-size 2 --training.steps 100"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_check(arguments: argparse.Namespace) -> int:
     """Check the configuration. Returns the exit code."""
     from torchtitan_like.config import ConfigError, Problem, dump_toml
     from torchtitan_like.config.problems import report

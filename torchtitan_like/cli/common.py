@@ -88,7 +88,7 @@ def run_checked(
         return damage_code if isinstance(error, DamagedError) else FAILED
 
 
-def run_report(action: Callable[[], int]) -> int:
+def catch_value_errors(action: Callable[[], int]) -> int:
     """Call `action` and return its code. Print an OSError or ValueError, and return 2."""
     try:
         return action()

@@ -10,10 +10,9 @@ from torchtitan_like.checkpoint.hf.download import ASSETS
 from torchtitan_like.util.output import show_error
 
 DOWNLOAD_FAILED = 1
-EXAMPLE = "titan download --repo-id meta-llama/Llama-3.1-8B --assets tokenizer config"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_download(parser: argparse.ArgumentParser) -> None:
     """Add the arguments. TorchTitan spells them with underscores."""
     parser.add_argument(
         "--repo-id",
@@ -59,7 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Writes the files to DIR/NAME; pass that folder as --model.hf_assets_path. Files that exist\n"
         "and are unchanged are not downloaded again. For a gated model, accept its license on its\n"
         "page first. Returns 0, 1 if the files could not be downloaded, or 2 for wrong input.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan download --repo-id meta-llama/Llama-3.1-8B --assets tokenizer config"
     )
 
 
@@ -73,7 +72,7 @@ def _repo_id(text: str) -> str:
     return text
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_download(arguments: argparse.Namespace) -> int:
     """Download the files and list them. Returns the exit code."""
     from torchtitan_like.checkpoint.hf import download as hub
 

@@ -18,10 +18,8 @@ from torchtitan_like.cli.common import (
 from torchtitan_like.cli.generate import add_loading_flags
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan eval outputs/checkpoint/step-100 --tasks next_word --include-path tasks"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_eval(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N, or an export")
     parser.add_argument(
@@ -73,11 +71,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "export) and runs lm-eval's backend `hf` on the folder. The temporary folder is in $TMPDIR.\n"
         "Prints a table and appends a row for each task and metric to eval.jsonl. For a model that\n"
         "needs several GPUs: titan ckpt export, then lm_eval with its backend `vllm`.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan eval outputs/checkpoint/step-100 --tasks next_word --include-path tasks"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_eval(arguments: argparse.Namespace) -> int:
     """Print the results. Returns the exit code."""
     if launched_ranks() > 1:
         show_error(

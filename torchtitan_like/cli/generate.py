@@ -23,11 +23,10 @@ from torchtitan_like.util.output import show_error
 if TYPE_CHECKING:
     from torchtitan_like.inference.generation import Completion
 
-EXAMPLE = 'titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_generate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N, or an export")
     parser.add_argument(
@@ -72,7 +71,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "second to stderr. A text ends at the tokenizer's end-of-text token, N new tokens, or the\n"
         "end of the model's context. For speed, chats and models that need several GPUs:\n"
         "titan ckpt export, then vLLM or transformers.\n\n"
-        f"example: {EXAMPLE}"
+        'example: titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'
     )
 
 
@@ -87,7 +86,7 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_generate(arguments: argparse.Namespace) -> int:
     """Print the prompts and their continuations. Returns the exit code."""
     problem = _problem(arguments)
     if problem is not None:

@@ -13,10 +13,8 @@ from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan lighthouse --bind 127.0.0.1:29510 --min-replicas 1"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_lighthouse(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "--bind",
@@ -49,11 +47,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Runs until Ctrl-C or SIGTERM. All groups of a job need it ([fault_tolerance]); if it ends,\n"
         "they stop, and continue from their checkpoints. Needs the extra `ft` (torchft). Whoever\n"
         "reaches the port can stop a job: choose an address of a private network.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan lighthouse --bind 127.0.0.1:29510 --min-replicas 1"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_lighthouse(arguments: argparse.Namespace) -> int:
     """Serve. Returns the exit code."""
     if importlib.util.find_spec("torchft") is None:
         show_error(

@@ -26,10 +26,9 @@ from torchtitan_like.util.units import GIB
 NOTHING_FITS = 1
 # Of mixed-precision AdamW: weight 4 + 2, gradient 4, states 8; and a quarter more for activations.
 QUICK_BYTES, QUICK_FACTOR = 18, 1.25
-EXAMPLE = "titan plan debug_model.toml --world-size 2 --gpu h100-80g"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file to dry-run")
     parser.add_argument(
@@ -68,11 +67,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "0 if it fits, 1 if not, 2 for wrong arguments, and 78 for a configuration that cannot work.\n"
         "A run of X.toml compares itself with X.plan.json (-o). `titan plan compare` does so afterwards.\n"
         "`titan plan search` finds the fastest layouts that fit.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan plan debug_model.toml --world-size 2 --gpu h100-80g"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
     is_missing = {

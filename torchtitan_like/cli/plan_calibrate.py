@@ -10,7 +10,13 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import FAILED, end_rank, positive_number, run_report, show_problem
+from torchtitan_like.cli.common import (
+    FAILED,
+    catch_value_errors,
+    end_rank,
+    positive_number,
+    show_problem,
+)
 from torchtitan_like.cli.progress import ProgressLine
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
@@ -20,10 +26,9 @@ if TYPE_CHECKING:
     from torchtitan_like.plan.fit import Fitted
 
 MAX_SECONDS = 300
-EXAMPLE = "titan plan calibrate -o my_cluster.toml --seconds 10"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_calibrate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", required=True, help="the cluster file to write"
@@ -65,11 +70,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Use the file: titan plan X.toml --world-size 2 --cluster my_cluster.toml\n"
         "Returns 0, 2 for wrong arguments or runs, and 78 if a run's configuration does not work here.\n"
         "Ctrl-C ends it with 130 and writes nothing.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan plan calibrate -o my_cluster.toml --seconds 10"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_calibrate(arguments: argparse.Namespace) -> int:
     """Measure or fit, and write. Returns the exit code."""
     output: Path = arguments.output
     if output.suffix != ".toml":
@@ -86,8 +91,8 @@ def run(arguments: argparse.Namespace) -> int:
         return FAILED
     try:
         if arguments.runs is not None:
-            return run_report(lambda: _fit(arguments))
-        return end_rank(run_report(lambda: _measure(arguments)))
+            return catch_value_errors(lambda: _fit(arguments))
+        return end_rank(catch_value_errors(lambda: _measure(arguments)))
     except KeyboardInterrupt:
         show_error("\nInterrupted: no cluster file is written")
         return int(ExitCode.INTERRUPTED)

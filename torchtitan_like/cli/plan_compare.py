@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, add_json_flag, print_json, run_report
+from torchtitan_like.cli.common import FAILED, add_json_flag, catch_value_errors, print_json
 from torchtitan_like.util.output import show_error
 
 OFF = 1
-EXAMPLE = "titan plan compare outputs/llama3_8b"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "run", type=Path, metavar="RUN", help="the folder of a run (job.dump_folder)"
@@ -29,13 +28,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only.\n"
         "Returns 0 if all are within 10 % of the plan, 1 if not, and 2 if there is no plan of this\n"
         "configuration, or nothing to compare.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan plan compare outputs/llama3_8b"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> int:
     """Print the comparison. Returns the exit code."""
-    return run_report(lambda: _compare(arguments))
+    return catch_value_errors(lambda: _compare(arguments))
 
 
 def _compare(arguments: argparse.Namespace) -> int:

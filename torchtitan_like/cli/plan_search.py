@@ -24,10 +24,9 @@ from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
 
 NOTHING_FITS = 1
-EXAMPLE = "titan plan search llama3_8b.toml --world-size 64 -o best.toml"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_search(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "config", nargs="?", metavar="CONFIG", help="the TOML file whose layout is searched"
@@ -80,11 +79,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "with all layers.\n"
         "Needs no GPU. Returns 0 if a layout fits, 1 if none does, 2 for wrong arguments, and 78 for\n"
         "a configuration that cannot work. Ctrl-C ends it with 130.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan plan search llama3_8b.toml --world-size 64 -o best.toml"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_search(arguments: argparse.Namespace) -> int:
     """Search, print and write. Returns the exit code."""
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report

@@ -9,10 +9,9 @@ from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.launcher.options import OPTIONS
 
 DEFAULT_CONFIG = "debug_model.toml"
-EXAMPLE = "titan train debug_model.toml --nproc 2 --training.steps 2"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "config",
@@ -30,11 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "One process trains without torchrun, several under it. Returns 0 when the run is done, 1 after a\n"
         "crash, and 78 for a configuration that cannot work (nothing is started). Otherwise, returns the\n"
         "code in the run folder's exit.json.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan train debug_model.toml --nproc 2 --training.steps 2"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_train(arguments: argparse.Namespace) -> int:
     """Train. Returns the exit code."""
     from torchtitan_like.launcher.run import launch
     from torchtitan_like.util.output import show

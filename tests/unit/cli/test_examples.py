@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shlex
@@ -24,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+from tests.harness.examples import example_of, example_words
 from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT
@@ -60,13 +60,6 @@ def folder(tmp_path: Path) -> Path:
     assets = tmp_path / "assets/hf/Llama-3.1-8B"
     shutil.copytree(TOKENIZER, assets)
     return tmp_path
-
-
-def example_of(name: str) -> str:
-    """Return the example in the help of a command."""
-    (command,) = (item for item in cli.executable_commands() if item.name == name)
-    example: str = importlib.import_module(f"torchtitan_like.cli.{command.module}").EXAMPLE
-    return example
 
 
 def run_example(name: str, folder: Path, **env: str) -> str:
@@ -136,7 +129,7 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
     def run(name: str, folder: Path, code: int = 0) -> str:
         monkeypatch.chdir(folder)
-        assert cli.main(shlex.split(example_of(name))[1:]) == code
+        assert cli.main(example_words(name)) == code
         return capsys.readouterr().out
 
     return run
@@ -392,7 +385,7 @@ def local_hub() -> Iterator[str]:
 
 
 def test_download(tmp_path: Path) -> None:
-    check_download(["-m", "torchtitan_like", *shlex.split(example_of("download"))[1:]], tmp_path)
+    check_download(["-m", "torchtitan_like", *example_words("download")], tmp_path)
 
 
 def test_download_accepts_the_option_of_torchtitan(tmp_path: Path) -> None:

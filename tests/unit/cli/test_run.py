@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
-import shlex
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.harness.examples import example_words
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
 from torchtitan_like.config.sections_run import Resilience
@@ -300,8 +299,7 @@ def test_the_example_in_the_help_works(
     for name in ("outputs", "outputs_a", "outputs_b"):
         write_run(tmp_path / name, NOW)
     monkeypatch.chdir(tmp_path)
-    example = importlib.import_module(f"torchtitan_like.cli.run.{verb}").EXAMPLE
-    assert main(shlex.split(example)[1:]) == 0
+    assert main(example_words(f"run {verb}")) == 0
     assert len(capsys.readouterr().out) > 10
 
 

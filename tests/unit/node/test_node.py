@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.examples import example_words
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
 from torchtitan_like.cli.node import bench as bench_command
-from torchtitan_like.cli.node import check as check_command
 from torchtitan_like.node import bench, machine, ranks
 
 HEALTHY = "{}, GPU-{}, 40, 0, No, No, No, Not Active"
@@ -219,10 +218,10 @@ def test_the_examples_in_the_help_work(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(machine, "output", lambda *_: "")
-    assert main(shlex.split(check_command.EXAMPLE)[1:]) == 0
+    assert main(example_words("node check")) == 0
     assert capsys.readouterr().out == f"{machine.host_name()} is OK (0 GPUs)\n"
     titan = [sys.executable, "-m", "torchtitan_like"]
-    done = start([*titan, *shlex.split(bench_command.EXAMPLE)[1:]])
+    done = start([*titan, *example_words("node bench")])
     assert done.returncode == 0, done.stderr
     assert [line.split()[0] for line in done.stdout.splitlines()[3:]] == ["32,000", "1,000,000"]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import shlex
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.examples import example_words
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
 from torchtitan_like.slurm.scaffold import FOLDER_OF_SCRIPTS, FOLDER_OF_TITAN, TEMPLATES
@@ -29,8 +29,7 @@ kill_switch_path = "KILL"
 
 
 def example(verb: str) -> list[str]:
-    module = importlib.import_module(f"torchtitan_like.cli.slurm.{verb}")
-    return shlex.split(module.EXAMPLE)[1:]
+    return example_words(f"slurm {verb}")
 
 
 def test_init_writes_all_scripts(

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED, end_rank, show_problem
 
-EXAMPLE = "titan ckpt consolidate outputs/sharded outputs/model"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_consolidate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("shards", type=Path, metavar="SHARDS", help="folder with the shards")
     parser.add_argument(
@@ -40,11 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "GPU. The output is read back before anything is removed. To share the work over 4\n"
         "processes that all see both folders:\n"
         "  torchrun --nproc_per_node=4 --no-python titan ckpt consolidate SHARDS OUT\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt consolidate outputs/sharded outputs/model"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_consolidate(arguments: argparse.Namespace) -> int:
     """Merge the shards. Returns the exit code."""
     return end_rank(_consolidate(arguments))
 

@@ -13,13 +13,12 @@ if TYPE_CHECKING:
     from torchtitan_like.checkpoint.identity import Identity
     from torchtitan_like.checkpoint.tools.convert import Identify
 
-EXAMPLE = "titan ckpt convert outputs/checkpoint/step-100 model.pt --to pt --dtype bfloat16"
 TORCHTITAN = "torchtitan"
 FORMATS = ("native", "hf", "dcp", "pt", TORCHTITAN)
 DTYPES = ("bfloat16", "float16", "float32")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint of any format")
     parser.add_argument("out", type=Path, metavar="DST", help="the file or folder to create")
@@ -50,11 +49,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "              schedule position and step. SRC must be a full step. Load it with\n"
         "              --checkpoint.exclude_from_loading dataloader.\n\n"
         "Exit codes: 0 DST is complete, 1 SRC is damaged, 2 another error.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt convert outputs/checkpoint/step-100 model.pt --to pt --dtype bfloat16"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_convert(arguments: argparse.Namespace) -> int:
     """Convert the checkpoint. Returns the exit code."""
     from torchtitan_like.stored_config import identify_checkpoint
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED, add_import_flag, end_rank, show_problem
 
-EXAMPLE = "titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
 DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N")
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
@@ -28,11 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
         "  torchrun --nproc_per_node=4 --no-python titan ckpt export STEP OUT\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_export(arguments: argparse.Namespace) -> int:
     """Export the step. Returns the exit code."""
     return end_rank(_export(arguments))
 

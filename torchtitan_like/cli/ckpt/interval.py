@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import positive_int, positive_number, run_report
-
-EXAMPLE = "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
+from torchtitan_like.cli.common import catch_value_errors, positive_int, positive_number
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_interval(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "--run", type=Path, metavar="FOLDER", help="a run's folder, to measure both times in"
@@ -37,11 +35,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
         "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
         "checkpoint is timed until it is published; training waits for only a part of that time.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_interval(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
     from torchtitan_like.report.interval import interval_table, measure_times
 
@@ -64,4 +62,4 @@ def run(arguments: argparse.Namespace) -> int:
         print("\n".join(lines))
         return 0
 
-    return run_report(action)
+    return catch_value_errors(action)

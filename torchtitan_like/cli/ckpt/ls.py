@@ -9,10 +9,8 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import add_json_flag, run_checked
 
-EXAMPLE = "titan ckpt ls outputs/checkpoint"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_ls(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("folder", type=Path, help="the checkpoint folder of a run")
     add_json_flag(parser)
@@ -20,11 +18,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Shows name, kind, size, age and notes of every checkpoint and Hugging Face export, also\n"
         "of unfinished, superseded and damaged ones. Sizes are compared with the manifest.\n"
         "titan ckpt verify reads every byte.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt ls outputs/checkpoint"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_ls(arguments: argparse.Namespace) -> int:
     """Print the list. Returns the exit code."""
     from torchtitan_like.checkpoint.tools.listing import format_entries, list_checkpoints
 

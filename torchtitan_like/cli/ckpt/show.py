@@ -8,10 +8,8 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import add_json_flag, run_checked
 
-EXAMPLE = "titan ckpt show outputs/checkpoint/step-100"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "checkpoint",
@@ -20,10 +18,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="a step-N, a folder of safetensors or DCP, or a .pt file",
     )
     add_json_flag(parser)
-    parser.epilog = f"Lists name, dtype and shape of every tensor.\n\nexample: {EXAMPLE}"
+    parser.epilog = (
+        "Lists name, dtype and shape of every tensor.\n\n"
+        "example: titan ckpt show outputs/checkpoint/step-100"
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_show(arguments: argparse.Namespace) -> int:
     """Print the contents. Returns the exit code."""
     from torchtitan_like.checkpoint.tools.summary import format_summary, summarize
 

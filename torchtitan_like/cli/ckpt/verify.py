@@ -8,21 +8,19 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import DAMAGED, add_json_flag, run_checked
 
-EXAMPLE = "titan ckpt verify outputs/checkpoint"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("path", type=Path, help="a step-N, or a folder with several")
     add_json_flag(parser)
     parser.epilog = (
         "Progress goes to stderr. Exit codes: 0 everything is intact, 1 damage was detected,\n"
         "2 nothing could be verified.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan ckpt verify outputs/checkpoint"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_verify(arguments: argparse.Namespace) -> int:
     """Verify one step or all steps of a folder. Returns the exit code."""
     from torchtitan_like.checkpoint.tools.verify import find_steps, verify
 

@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 WIDTH = 100  # characters of a sample that are printed
-EXAMPLE = "titan data show outputs/checkpoint/step-100 --step 3"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "%(prog)s CHECKPOINT --step N [--whole] [--json] [--section.key VALUE ...]"
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
@@ -41,11 +40,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "train, and writes only a missing token cache.\n"
         "Compares the digest with the run's metrics.jsonl, if it exists: returns 0 if they are\n"
         "equal, 1 if not, 2 after an error.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan data show outputs/checkpoint/step-100 --step 3"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_show(arguments: argparse.Namespace) -> int:
     """Print the samples. Returns the exit code."""
     return run_checked(lambda: _show(arguments), damage_code=FAILED)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, positive_int, run_checked, run_report
+from torchtitan_like.cli.common import FAILED, catch_value_errors, positive_int, run_checked
 from torchtitan_like.cli.data.tokenize import FORMATS
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan data tiny tokenizer assets/hf/Llama-3.1-8B tiny/tokenizer --keep 400"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_tiny(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "%(prog)s tokenizer|dataset|model SOURCE OUT [OPTIONS]"
     parser.add_argument("-h", "--help", action="help", help="show this help and exit")
@@ -27,7 +25,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "           accepts settings of the config (--model.args.dim 128)\n\n"
         "OUT appears when it is complete. Uses no GPU. Returns 0, or 2 after an error.\n"
         "titan data tiny KIND --help lists the options of one kind.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan data tiny tokenizer assets/hf/Llama-3.1-8B tiny/tokenizer --keep 400"
     )
 
 
@@ -90,7 +88,7 @@ def _configure_model(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_tiny(arguments: argparse.Namespace) -> int:
     """Make the tokenizer, dataset or model. Returns the exit code."""
     if arguments.settings and arguments.kind != "model":
         unknown = " ".join(arguments.settings)
@@ -108,7 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(_make(arguments))
         return 0
 
-    return run_report(lambda: run_checked(action, damage_code=FAILED))
+    return catch_value_errors(lambda: run_checked(action, damage_code=FAILED))
 
 
 def _make(arguments: argparse.Namespace) -> str:

@@ -13,10 +13,9 @@ from torchtitan_like.util.output import show_error
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
 INTERRUPTED = 130
-EXAMPLE = "titan data tokenize corpus.jsonl --tokenizer assets/hf/Llama-3.1-8B --output tokens"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_tokenize(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "input", nargs="+", metavar="INPUT", help="file, folder or glob; read in the order given"
@@ -58,11 +57,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "run. It appears under its name when it is complete. After a kill, the same command\n"
         "continues. The files do not depend on the number of workers. Uses no GPU. Returns 0,\n"
         "or 2 after an error.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan data tokenize corpus.jsonl --tokenizer assets/hf/Llama-3.1-8B "
+        "--output tokens"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_tokenize(arguments: argparse.Namespace) -> int:
     """Tokenize the corpus. Returns the exit code."""
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.data.tokens.corpus_folder import (

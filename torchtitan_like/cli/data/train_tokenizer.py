@@ -10,10 +10,9 @@ from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.output import show_error
 
 MIN_VOCAB_SIZE = 258  # the single bytes, BOS and EOS
-EXAMPLE = "titan data train-tokenizer --input corpus.jsonl --vocab-size 1000 --output tokenizer"
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="folder of the three files"
@@ -36,11 +35,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Writes tokenizer.json, tokenizer_config.json (names BOS and EOS) and tokenizer.model (a\n"
         "tiktoken file with the same ids). With the defaults, these are the files of the debug\n"
         "models. The same text gives the same bytes.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan data train-tokenizer --input corpus.jsonl --vocab-size 1000 "
+        "--output tokenizer"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train the tokenizer. Returns the exit code."""
     if arguments.vocab_size < MIN_VOCAB_SIZE:
         show_error(

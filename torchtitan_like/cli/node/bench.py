@@ -7,10 +7,8 @@ import argparse
 from torchtitan_like.cli.common import FAILED, end_rank
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan node bench --sizes 32KB,1MB --repeat 3"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "--sizes",
@@ -36,11 +34,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "weights of one block at a time, so measure at that size. Start one process per GPU:\n"
         "  torchrun --nproc_per_node=8 --no-python titan node bench --advertised 450\n"
         "  srun --ntasks-per-node 8 titan node bench    (MASTER_ADDR names the first host)\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan node bench --sizes 32KB,1MB --repeat 3"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_bench(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
     from torchtitan_like.node.bench import parse_size, run_bench
 

@@ -8,11 +8,10 @@ from pathlib import Path
 from torchtitan_like.cli.common import FAILED
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan node check --gpus 0"
 BAD = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs that must be present")
     parser.add_argument(
@@ -45,11 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "With --ranks every rank prints its device and cores, or what is broken:\n"
         "  torchrun --nproc_per_node=8 --no-python titan node check --ranks\n"
         "  srun --ntasks-per-node 8 titan node check --ranks  (MASTER_ADDR: the first host)\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan node check --gpus 0"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_check(arguments: argparse.Namespace) -> int:
     """Check the machine or the ranks. Returns the exit code."""
     if arguments.ranks:
         from torchtitan_like.node.ranks import check_ranks

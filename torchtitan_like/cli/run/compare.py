@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import add_json_flag, print_json, run_report
+from torchtitan_like.cli.common import add_json_flag, catch_value_errors, print_json
 
-EXAMPLE = "titan run compare outputs_a outputs_b"
 DIFFERENT = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "a", type=Path, metavar="A", help="the folder of a run, or its metrics.jsonl"
@@ -32,14 +31,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Compares keys that a layout or a restart must not change, to the last bit. For loss and\n"
         "gradient norm it also prints the largest relative difference. Returns 0 if all steps in\n"
         "both runs are equal, 1 if not, and 2 if there is nothing to compare.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run compare outputs_a outputs_b"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_compare(arguments: argparse.Namespace) -> int:
     """Print the comparison. Returns the exit code."""
     action = _compare_environments if arguments.environment else _compare_metrics
-    return run_report(lambda: action(arguments))
+    return catch_value_errors(lambda: action(arguments))
 
 
 def _compare_metrics(arguments: argparse.Namespace) -> int:

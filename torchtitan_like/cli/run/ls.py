@@ -7,12 +7,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from torchtitan_like.cli.common import add_json_flag, print_json, run_report
-
-EXAMPLE = "titan run ls outputs"
+from torchtitan_like.cli.common import add_json_flag, catch_value_errors, print_json
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_ls(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "folder",
@@ -30,11 +28,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "              on this machine are gone; lost: no sign for an hour\n"
         "  unreadable  a file is missing or damaged\n"
         "--json has details. Searches three levels of folders. Returns 2 if there is no run.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run ls outputs"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_ls(arguments: argparse.Namespace) -> int:
     """Print the list. Returns the exit code."""
     from torchtitan_like.report.runs import HEADER, list_runs
 
@@ -47,4 +45,4 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join([HEADER, *(summary.format_row(now) for summary in runs)]))
         return 0
 
-    return run_report(action)
+    return catch_value_errors(action)

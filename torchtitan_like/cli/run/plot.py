@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import run_report
+from torchtitan_like.cli.common import catch_value_errors
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan run plot outputs --metric loss -o loss.svg"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_plot(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
@@ -43,11 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "losses. Reads files only, also of a damaged or a live run. The same rows give the same bytes\n"
         "of an SVG file. Needs the extra `plot`. Returns 2 if a folder is not a run, or if no run has\n"
         "the metric.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run plot outputs --metric loss -o loss.svg"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_plot(arguments: argparse.Namespace) -> int:
     """Write the picture. Returns the exit code."""
     from torchtitan_like.util.pictures import check_picture
 
@@ -64,4 +62,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"Wrote {arguments.output}")
         return 0
 
-    return run_report(action)
+    return catch_value_errors(action)

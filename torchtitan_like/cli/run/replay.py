@@ -10,11 +10,10 @@ from torchtitan_like.cli.common import show_problem
 from torchtitan_like.cli.settings import HelpWithSettings
 from torchtitan_like.util.output import show_error
 
-EXAMPLE = "titan run replay outputs/attempts/1/bad-steps/step-5.json"
 NOT_REPRODUCED = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_replay(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "%(prog)s BUNDLE [OPTIONS] [--section.key VALUE ...]"
     parser.add_argument(
@@ -33,11 +32,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "optimizer must fit into one process. Returns 0 if the numbers are reproduced, 1 if not,\n"
         "78 if the bundle, a setting or the checkpoint cannot be used, and 74 if FILE cannot be\n"
         "written.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run replay outputs/attempts/1/bad-steps/step-5.json"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_replay(arguments: argparse.Namespace) -> int:
     """Replay the step and print the result. Returns the exit code."""
     from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
     from torchtitan_like.config import ConfigError

@@ -8,16 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import add_json_flag, positive_number, print_json, run_report
+from torchtitan_like.cli.common import (
+    add_json_flag,
+    catch_value_errors,
+    positive_number,
+    print_json,
+)
 
 if TYPE_CHECKING:
     from torchtitan_like.report.history import History
 
-EXAMPLE = "titan run report outputs -o report.html"
 DEFAULT_PAGE = Path("report.html")
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
@@ -48,15 +52,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Reads files only, also of a damaged or a live run. --every ends when each run has an\n"
         "exit.json, or with Ctrl-C. Needs the extra `report`; --json does not. Returns 2 if a\n"
         "folder is not a run.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run report outputs -o report.html"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_report(arguments: argparse.Namespace) -> int:
     """Write the page or print the numbers. Returns the exit code."""
     action = _print_numbers if arguments.json else _write_pages
     try:
-        return run_report(lambda: action(arguments))
+        return catch_value_errors(lambda: action(arguments))
     except KeyboardInterrupt:
         return 0
 

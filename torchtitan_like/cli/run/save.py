@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import run_report
-
-EXAMPLE = "titan run save outputs"
+from torchtitan_like.cli.common import catch_value_errors
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_save(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
     parser.add_argument(
@@ -20,11 +18,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Creates the file of resilience.save_switch_path (SAVE), or EXPORT. The run removes it\n"
         "and saves within its next steps. Returns 2 if the run has ended or checkpoints are\n"
         "disabled.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run save outputs"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_save(arguments: argparse.Namespace) -> int:
     """Create the switch file. Returns the exit code."""
     from torchtitan_like.report.requests import request_save
 
@@ -32,4 +30,4 @@ def run(arguments: argparse.Namespace) -> int:
         print(request_save(arguments.run, export=arguments.export))
         return 0
 
-    return run_report(action)
+    return catch_value_errors(action)

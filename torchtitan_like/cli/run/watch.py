@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchtitan_like.cli.common import run_report
-
-EXAMPLE = "titan run watch outputs --once"
+from torchtitan_like.cli.common import catch_value_errors
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_watch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
     parser.add_argument("--once", action="store_true", help="print once and end")
@@ -26,14 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "rank; in a terminal also a progress bar, the curve of the loss and the last events. Reads\n"
         "files only, so any machine with access to the folder can run it. Updates until the run has\n"
         "ended, or until Ctrl-C. Returns 2 if the folder is not a run.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan run watch outputs --once"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_watch(arguments: argparse.Namespace) -> int:
     """Show the status. Returns the exit code."""
     try:
-        return run_report(lambda: _show(arguments))
+        return catch_value_errors(lambda: _show(arguments))
     except KeyboardInterrupt:
         return 0
 

@@ -6,10 +6,8 @@ import argparse
 
 from torchtitan_like.cli.common import run_job
 
-EXAMPLE = "titan slurm after 0 75 < outputs/config.toml"
 
-
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_after(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("step", type=int, metavar="STEP", help="what `titan slurm before` printed")
     parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
@@ -18,11 +16,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is\n"
         "over, 75 if it should be queued again, 78 for wrong input, and 74 for an unreadable file.\n"
         "Variables: REQUEUE, MAX_STALLED_STARTS, SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan slurm after 0 75 < outputs/config.toml"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_after(arguments: argparse.Namespace) -> int:
     """Print the code of the job. Returns the exit code."""
     from torchtitan_like.slurm.job import after
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import run_report
-
-EXAMPLE = "titan slurm init slurm"
+from torchtitan_like.cli.common import catch_value_errors
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_init(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "folder", type=Path, metavar="DIR", help="folder for the scripts, which all nodes must see"
@@ -20,11 +18,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "edit. Each explains itself with --help. env.sh makes `titan` available to all of them.\n"
         "Overwrites nothing: returns 2 if one of the files exists. Then:\n"
         "  sbatch --nodes=8 --gpus-per-node=8 DIR/train.slurm --job.config_file X.toml\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan slurm init slurm"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_init(arguments: argparse.Namespace) -> int:
     """Write the scripts. Returns the exit code."""
     from torchtitan_like.slurm.scaffold import write_scripts
 
@@ -33,4 +31,4 @@ def run(arguments: argparse.Namespace) -> int:
             print(path)
         return 0
 
-    return run_report(action)
+    return catch_value_errors(action)

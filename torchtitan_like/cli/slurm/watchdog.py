@@ -7,16 +7,15 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.cli.common import run_report
+from torchtitan_like.cli.common import catch_value_errors
 
 if TYPE_CHECKING:
     from torchtitan_like.slurm.watchdog import Observation
 
-EXAMPLE = "titan slurm watchdog log outputs/metrics.jsonl --max-silence 60"
 ALERT = 1
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
+def configure_watchdog(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--log", type=Path, metavar="FILE", help="also append each line to FILE")
@@ -47,11 +46,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "2 if it cannot be determined. --free-command is a site's quota tool. Many file systems\n"
         "slow down from 80 % on: leave room. --notify is a command such as\n"
         "`mail -s training you@example.org` or `python DIR/notify.py --webhook`.\n\n"
-        f"example: {EXAMPLE}"
+        "example: titan slurm watchdog log outputs/metrics.jsonl --max-silence 60"
     )
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run_watchdog(arguments: argparse.Namespace) -> int:
     """Observe once, and notify. Returns the exit code."""
     from torchtitan_like.slurm.templates.notify import run_command
 
@@ -71,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
                 run_command(arguments.notify, "\n".join(alerts))
         return ALERT if alerts else 0
 
-    return run_report(action)
+    return catch_value_errors(action)
 
 
 def _observe(arguments: argparse.Namespace) -> list[Observation]:
