@@ -24,8 +24,8 @@ from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.fake import _split_evenly
-from torchtitan_like.plan.ledger import find_peak, live_bytes
-from torchtitan_like.plan.record import Recorder, Recording, recording_in_place
+from torchtitan_like.plan.ledger import find_peak
+from torchtitan_like.plan.record import Alloc, Recorder, Recording, recording_in_place
 from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.plan_file import ModuleBytes
 
@@ -49,6 +49,22 @@ class Measured(NamedTuple):
     flops: int
     peak: int
     modules: ModuleBytes
+
+
+def live_bytes(recording: Recording) -> dict[str, int]:
+    """Return the bytes of the device that are alive at each mark."""
+    ends = {mark.num_events: mark.name for mark in recording.marks}
+    sizes: dict[int, int] = {}
+    at_marks: dict[str, int] = {}
+    for index, event in enumerate(recording.events):
+        if index in ends:
+            at_marks[ends[index]] = sum(sizes.values())
+        if not isinstance(event, Alloc):
+            sizes.pop(event.id, 0)
+        elif not event.is_host:
+            sizes[event.id] = event.num_bytes
+    last = sum(sizes.values())
+    return at_marks | {mark.name: last for mark in recording.marks if mark.name not in at_marks}
 
 
 def measure(recording: Recording, modules: ModuleBytes) -> Measured:

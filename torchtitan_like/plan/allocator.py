@@ -121,13 +121,11 @@ class Reserved:
     """The allocator after a recording. num_bytes: reserved.
 
     active: peak of the rounded live bytes. by_stream: reserved bytes of each stream's pools.
-    at_marks: reserved bytes at the end of each phase.
     """
 
     num_bytes: int
     active: int
     by_stream: dict[str, int]
-    at_marks: dict[str, int]
 
 
 def replay(recording: Recording, *, is_expandable: bool = True) -> Reserved:
@@ -138,7 +136,6 @@ def replay(recording: Recording, *, is_expandable: bool = True) -> Reserved:
     pools: dict[tuple[int, bool], _Pool] = {}
     blocks: dict[int, tuple[_Pool, int, int]] = {}
     active = peak = 0
-    at_marks: dict[str, int] = {}
     events = iter(recording.events)
     position = 0
     for mark in recording.marks:
@@ -159,9 +156,8 @@ def replay(recording: Recording, *, is_expandable: bool = True) -> Reserved:
                 pool, address, size = blocks.pop(event.id)
                 pool.free(address)
                 active -= size
-        at_marks[mark.name] = sum(pool.reserved for pool in pools.values())
     by_stream: dict[str, int] = {}
     for (stream, _), pool in pools.items():
         name = recording.streams[stream]
         by_stream[name] = by_stream.get(name, 0) + pool.reserved
-    return Reserved(sum(by_stream.values()), peak, by_stream, at_marks)
+    return Reserved(sum(by_stream.values()), peak, by_stream)

@@ -19,14 +19,12 @@ from torchtitan_like.plan.ledger import RankMemory, memory_of
 from torchtitan_like.plan.progress import Progress
 
 
-def plan_memory(
-    config: JobConfig, world_size: int, gpu: Gpu, stages: Sequence[int] | None = None
-) -> list[RankMemory]:
-    """Return the memory of one rank of each pipeline rank in `stages`; None: of all.
+def plan_memory(config: JobConfig, world_size: int, gpu: Gpu) -> list[RankMemory]:
+    """Return the memory of one rank of each pipeline rank.
 
     Raises RuntimeError if the configuration does not train.
     """
-    return memory_of_all(dry_runs(config, world_size, gpu, stages), config, gpu)
+    return memory_of_all(dry_runs(config, world_size, gpu), config, gpu)
 
 
 def memory_of_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu) -> list[RankMemory]:

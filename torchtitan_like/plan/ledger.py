@@ -25,24 +25,6 @@ class Peak:
     by_category: dict[Category, int]
 
 
-def live_bytes(recording: Recording, *, is_host: bool = False) -> dict[str, int]:
-    """Return the bytes that are alive at each mark, on the device or on the host."""
-    ends = {mark.num_events: mark.name for mark in recording.marks}
-    sizes: dict[int, int] = {}
-    total = 0
-    at_marks: dict[str, int] = {}
-    for index, event in enumerate(recording.events):
-        if index in ends:
-            at_marks[ends[index]] = total
-        if not isinstance(event, Alloc):
-            total -= sizes.pop(event.id, 0)
-        elif event.is_host == is_host:
-            sizes[event.id] = event.num_bytes
-            total += event.num_bytes
-    at_marks |= {mark.name: total for mark in recording.marks if mark.name not in at_marks}
-    return at_marks
-
-
 def find_peak(recording: Recording, *, is_host: bool = False) -> Peak | None:
     """Return the peak of active bytes; None if nothing was allocated."""
     last = recording.marks[-1].num_events if recording.marks else len(recording.events)
@@ -99,9 +81,7 @@ class RankMemory:
         return self.reserved - sum(self.by_category.values())
 
 
-def memory_of(
-    run: DryRun, *, is_expandable: bool = True, device_type: str = "cuda", fuses: bool = False
-) -> RankMemory:
+def memory_of(run: DryRun, *, device_type: str = "cuda", fuses: bool = False) -> RankMemory:
     """Add up the memory of a dry run.
 
     device_type: a CPU reserves what is alive. fuses: with compiled blocks (`fused_memory`).
@@ -110,7 +90,7 @@ def memory_of(
     peak, host = find_peak(recording), find_peak(recording, is_host=True)
     assert peak is not None  # a model has parameters
     if device_type == "cuda":
-        allocator = replay(recording, is_expandable=is_expandable)
+        allocator = replay(recording)
         reserved, active, by_stream = allocator.num_bytes, allocator.active, allocator.by_stream
     else:
         reserved, active, by_stream = peak.num_bytes, peak.num_bytes, {}

@@ -14,7 +14,8 @@ from torchtitan_like.plan.clusters import (
     load_cluster,
     typical_cluster,
 )
-from torchtitan_like.plan.gpus import gpu_names
+from torchtitan_like.plan.descriptions import names_in
+from torchtitan_like.plan.gpus import FOLDER as GPUS
 
 ROWS = Path(__file__).parents[2] / "assets/published_runs.csv"
 
@@ -26,7 +27,7 @@ def test_each_cluster_is_fitted_to_at_most_three_rows_none_of_them_held_out(name
         split = {row["id"]: row["split"] for row in csv.DictReader(file)}
     assert len(cluster.fitted_rows) <= 3
     assert {split[row] for row in cluster.fitted_rows} <= {"fit"}
-    assert cluster.gpu in ("", *gpu_names())
+    assert cluster.gpu in ("", *names_in(GPUS))
     assert bool(cluster.fitted_rows) == (name != "default")
     assert (FOLDER / f"{name}.toml").read_text().startswith("# ")  # its sources
 

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.monitor.flops import PEAK_FLOPS
-from torchtitan_like.plan.gpus import FOLDER, gpu_names, gpu_text, load_gpu
+from torchtitan_like.plan.descriptions import names_in
+from torchtitan_like.plan.gpus import FOLDER, gpu_text, load_gpu
 
 
-@pytest.mark.parametrize("name", gpu_names())
+@pytest.mark.parametrize("name", names_in(FOLDER))
 def test_each_gpu_has_plausible_sizes_and_the_peak_of_mfu(name: str) -> None:
     gpu = load_gpu(name)
     model, _, memory = name.partition("-")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_like.plan.ledger import describe_moment, find_peak, live_bytes
+from torchtitan_like.plan.ledger import describe_moment, find_peak
 from torchtitan_like.plan.record import Alloc, Category, Free, Recording
 
 
@@ -27,11 +27,6 @@ def example() -> Recording:
     recording.mark("step 1")
     recording.events += [Free(1, 0), Free(3, 0)]  # the end of the process
     return recording
-
-
-def test_live_bytes_at_the_end_of_each_phase() -> None:
-    assert live_bytes(example()) == {"model": 100, "step 1": 170}
-    assert live_bytes(example(), is_host=True) == {"model": 0, "step 1": 1000}
 
 
 def test_peak_has_its_categories_and_its_moment() -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import os
 import shutil
 import socket
@@ -44,8 +43,6 @@ from torchtitan_like.data.tokens.token_stream import Tokens
 from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
-
-logger = logging.getLogger()
 
 TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
 CONTENT_KEYS = {"meta", "dtype", "key"}  # keys of meta.json, in addition to their digest

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from torchtitan_like.config.toml_text import toml_value
-from torchtitan_like.plan.descriptions import create, names_in, read_description
+from torchtitan_like.plan.descriptions import create, read_description
 
 FOLDER = Path(__file__).parent
 DEFAULT_GPU = "h100-80g"
@@ -58,11 +58,6 @@ class Gpu:
     host_operator_us: float = 7.0
     attention: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: ATTENTION)
     collectives: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-
-def gpu_names() -> list[str]:
-    """Return the names that `load_gpu` accepts, next to paths of files."""
-    return names_in(FOLDER)
 
 
 def load_gpu(name: str) -> Gpu:
