@@ -26,7 +26,7 @@ from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings, build_optimizer
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 
 SPEC = get_spec("llama3")
 ARGS = resolve_args(SPEC, "debugmodel", {"vocab_size": 2048})

@@ -53,7 +53,7 @@ from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_s
 from torchtitan_like.optim.semi_sync import Method, build_semi_sync
 from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig

@@ -37,6 +37,7 @@ from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
 from torchtitan_like.util.run_directory import CONFIG
+from torchtitan_like.util.shards import local_shard
 
 # Settings that override the run's: a replay is one process and writes no results.
 DEFAULTS = ("parallelism", "compile", "profiling", "comm", "validation", "fault_tolerance")
@@ -326,9 +327,8 @@ def _bad_parameters(
     """Return the names of parameters whose `tensor_of` has an inf or nan."""
     names = []
     for name, parameter in trainer.optimizer.named:
-        tensor: Any = tensor_of(parameter)
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-        if local is not None and not local.isfinite().all():
+        tensor = tensor_of(parameter)
+        if tensor is not None and not local_shard(tensor).isfinite().all():
             names.append(name)
     return names
 

@@ -106,7 +106,6 @@ from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.optim.gated import local as local_shard
 from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
@@ -140,6 +139,7 @@ from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
 from torchtitan_like.util.run_directory import DATA_WAIT
+from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_like.util.shards import local_shard
+
 logger = logging.getLogger()
 
 
@@ -29,7 +31,7 @@ def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> N
 
 
 def _overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor).detach()
+    local = local_shard(tensor)
     # bfloat16 has nearly the range of float32. A check would read all weights for half a percent.
     if (
         not local.is_floating_point()

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble, scramble_tensor, tensor_key
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_like.util.positions import shard_positions
+from torchtitan_like.util.shards import shard_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Debug
@@ -35,8 +36,7 @@ def abs_min_max(tensor: Tensor) -> Tensor:
 
     For a DTensor, they are the values of this rank's shard.
     """
-    local: Any = tensor.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
+    local = local_shard(tensor)
     if local.numel() == 0:
         return torch.zeros(2, dtype=torch.float32, device=local.device)
     if local.element_size() < 4:

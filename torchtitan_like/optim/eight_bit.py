@@ -17,7 +17,7 @@ from torch import Tensor
 
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.optim.elementwise import AdamW, ShardIndices
-from torchtitan_like.optim.gated import local
+from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.torchao_import import fewer_warnings
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def _parts_of_rows(p: Any) -> int:
 
 def _zero_scales(p: Any, block_size: int) -> Tensor:
     """Return a scale of 0 for each block of a parameter, with its placements."""
-    shard = local(p)
+    shard = local_shard(p)
     scales = torch.zeros(
         (*shard.shape[:-1], shard.shape[-1] // block_size), dtype=torch.float32, device=p.device
     )

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchtitan_like.optim.gated import GatedOptimizer, assign, local
+from torchtitan_like.optim.gated import GatedOptimizer, assign
 from torchtitan_like.optim.rounding import random_bits, round_stochastically
+from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.splitmix import tensor_key
 
 if TYPE_CHECKING:
@@ -90,15 +91,15 @@ class Elementwise(GatedOptimizer):
 
     def _update(self, p: Tensor, group: dict[str, Any], skip: Tensor) -> None:
         assert p.grad is not None
-        weight = local(p)
+        weight = local_shard(p)
         dtype = torch.promote_types(weight.dtype, torch.float32)
-        live = {name: local(value) for name, value in self.state[p].items()}
+        live = {name: local_shard(value) for name, value in self.state[p].items()}
         state = {"step": (live["step"] + 1).to(dtype)}
         state |= {name: self.read_state(name, live).to(dtype) for name in self.state_names}
         old = weight.to(dtype)
         if "compensation" in live:
             old = old + live["compensation"]
-        new = self.update(old, local(p.grad).to(dtype), state, group)
+        new = self.update(old, local_shard(p.grad).to(dtype), state, group)
         if "compensation" in live:
             assign(live["compensation"], new - new.to(weight.dtype), skip)
         targets = {"weight": weight} | live

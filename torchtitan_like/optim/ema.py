@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from torchtitan_like.optim.gated import local
+from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class AveragedWeights:
     def start(self) -> None:
         """Start from the current weights, with no updates so far."""
         for name, weight in self._weights.items():
-            local(self._averages[name]).copy_(local(weight))
+            local_shard(self._averages[name]).copy_(local_shard(weight))
         self._num_updates.zero_()
 
     @torch.no_grad()
@@ -68,8 +68,8 @@ class AveragedWeights:
         dtypes = {average.dtype for average in self._averages.values()}
         amounts = {dtype: amount.to(dtype) for dtype in dtypes}
         for name, weight in self._weights.items():
-            average = local(self._averages[name])
-            average.lerp_(local(weight).to(average.dtype), amounts[average.dtype])
+            average = local_shard(self._averages[name])
+            average.lerp_(local_shard(weight).to(average.dtype), amounts[average.dtype])
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -77,11 +77,11 @@ class AveragedWeights:
 
         Meanwhile, a copy of this rank's shards of the weights takes memory.
         """
-        shards = {name: local(weight) for name, weight in self._weights.items()}
+        shards = {name: local_shard(weight) for name, weight in self._weights.items()}
         own = {name: shard.clone() for name, shard in shards.items()}
         try:
             for name, shard in shards.items():
-                shard.copy_(local(self._averages[name]))
+                shard.copy_(local_shard(self._averages[name]))
             yield
         finally:
             for name, shard in shards.items():
@@ -89,7 +89,7 @@ class AveragedWeights:
 
     def describe(self) -> str:
         """Return a line for the log, with the memory of this rank's shards."""
-        shards = [local(average) for average in self._averages.values()]
+        shards = [local_shard(average) for average in self._averages.values()]
         num_bytes = sum(shard.numel() * shard.element_size() for shard in shards)
         warmup = ", warm-up min(decay, (1 + n) / (10 + n))" if self._has_warmup else ""
         return (

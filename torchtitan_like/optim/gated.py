@@ -24,12 +24,6 @@ class GatedOptimizer(torch.optim.Optimizer, ABC):
         raise NotImplementedError("step() cannot skip an update. Call gated_step(skip)")
 
 
-def local(tensor: Any) -> Tensor:
-    """Return this rank's shard of a DTensor, or a plain tensor."""
-    shard: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
-    return shard.detach()
-
-
 def assign(target: Tensor, value: Tensor, skip: Tensor) -> None:
     """Copy `value` to `target`, which keeps its bits if `skip` is 1."""
     target.copy_(torch.where(skip > 0, target, value.to(target.dtype)))

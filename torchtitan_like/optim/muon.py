@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_like.optim.gated import GatedOptimizer, assign, local
+from torchtitan_like.optim.gated import GatedOptimizer, assign
+from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
@@ -94,8 +95,8 @@ class Muon(GatedOptimizer):
     def _update_momentum(self, p: Tensor, skip: Tensor) -> Tensor:
         """Update the momentum; return what is orthogonalized, in the dtype of the computation."""
         assert p.grad is not None
-        grad = local(p.grad)
-        buffer = local(self.state[p]["momentum_buffer"])
+        grad = local_shard(p.grad)
+        buffer = local_shard(self.state[p]["momentum_buffer"])
         momentum = torch.lerp(buffer, grad, 1 - self._momentum)
         assign(buffer, momentum, skip)
         update = torch.lerp(grad, momentum, self._momentum) if self._is_nesterov else momentum
@@ -113,7 +114,7 @@ class Muon(GatedOptimizer):
     def _update_weight(
         self, p: Tensor, group: dict[str, Any], update: Tensor, skip: Tensor
     ) -> None:
-        weight = local(p)
+        weight = local_shard(p)
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(update, alpha=-group["lr"] * self._adjust_lr(*p.shape[-2:]))
         assign(weight, new, skip)

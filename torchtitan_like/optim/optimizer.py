@@ -22,9 +22,10 @@ from torchtitan_like.optim.clipping import (
 )
 from torchtitan_like.optim.eight_bit import AdamW8bit
 from torchtitan_like.optim.elementwise import ShardIndices
-from torchtitan_like.optim.gated import GatedOptimizer, local
+from torchtitan_like.optim.gated import GatedOptimizer
 from torchtitan_like.optim.groups import ParameterGroup, group_parameters
 from torchtitan_like.optim.muon import FindMatrices, Muon
+from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -41,7 +42,7 @@ class Surroundings(NamedTuple):
 
     sharding: `ModelSpec.sharding`.
     find_matrices: `distributed.matrices.MatrixOwners` on the ranks of the run.
-    shard_indices: `util.positions.local_positions`.
+    shard_indices: `util.shards.local_positions`.
     device: of the parameters.
     seed: of the run.
     settings: the config sections of user code, by name.
@@ -131,7 +132,7 @@ def step_or_restore(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     by_type: dict[torch.dtype, list[Tensor]] = defaultdict(list)
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
-            shard = local(tensor)
+            shard = local_shard(tensor)
             integer = INTEGERS[shard.element_size()]
             by_type[integer].append(shard.view(integer))
     old = {integer: torch._foreach_mul(bits, skip.to(integer)) for integer, bits in by_type.items()}
@@ -204,7 +205,7 @@ class Optimizer:
         Raises RuntimeError if a parameter has no gradient.
         """
         self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
-        return [local(parameter.grad) for parameter in self.parameters]
+        return [local_shard(parameter.grad) for parameter in self.parameters]
 
     def _refuse_missing(self, names: Iterable[str]) -> None:
         if missing := list(names):
@@ -246,7 +247,7 @@ class Optimizer:
                     sizes[title].append((p, sum(map(_num_bytes, state))))
         lines = []
         for title, members in sizes.items():
-            num_elements = max(1, sum(local(p).numel() for p, _ in members))
+            num_elements = max(1, sum(local_shard(p).numel() for p, _ in members))
             state_bytes = sum(num_bytes for _, num_bytes in members) / num_elements
             weight_bytes = sum(_num_bytes(p) for p, _ in members) / num_elements
             lines.append(
@@ -292,7 +293,7 @@ def kept_bytes(optimizer: Optimizer, averages: Mapping[str, Tensor]) -> ModuleBy
 
 def _num_bytes(tensor: Tensor) -> int:
     """Return the bytes of this rank's shard."""
-    shard = local(tensor)
+    shard = local_shard(tensor)
     return shard.numel() * shard.element_size()
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_like.optim.gated import local
+from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import FaultTolerance
@@ -40,12 +40,12 @@ class LocalSGD:
         return self.is_due(step)
 
     def values(self, step: int) -> list[Tensor]:
-        return [local(parameter).detach().clone() for parameter in self._parameters]
+        return [local_shard(parameter).clone() for parameter in self._parameters]
 
     @torch.no_grad()
     def apply(self, step: int, means: list[Tensor]) -> None:
         for parameter, mean in zip(self._parameters, means, strict=True):
-            local(parameter).copy_(mean)
+            local_shard(parameter).copy_(mean)
 
     def reset(self) -> None:
         """Start from the current weights."""
@@ -98,7 +98,7 @@ class DiLoCo:
         index = self._fragment(step + self._delay)
         pairs = zip(self._originals[index], self._fragments[index], strict=True)
         with torch.no_grad():
-            return [local(original) - local(parameter) for original, parameter in pairs]
+            return [local_shard(original) - local_shard(parameter) for original, parameter in pairs]
 
     @torch.no_grad()
     def apply(self, step: int, means: list[Tensor]) -> None:
@@ -110,7 +110,11 @@ class DiLoCo:
             means,
             strict=True,
         ):
-            weights, start, buffer = local(parameter), local(original), local(momentum)
+            weights, start, buffer = (
+                local_shard(parameter),
+                local_shard(original),
+                local_shard(momentum),
+            )
             gradient = mean.to(start.device)
             buffer.mul_(OUTER_MOMENTUM).add_(gradient)
             start.sub_(gradient.add(buffer, alpha=OUTER_MOMENTUM), alpha=OUTER_LR)
@@ -121,7 +125,7 @@ class DiLoCo:
         """Start from the current weights."""
         for originals, fragment in zip(self._originals, self._fragments, strict=True):
             for original, parameter in zip(originals, fragment, strict=True):
-                local(original).copy_(local(parameter))
+                local_shard(original).copy_(local_shard(parameter))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live tensors, under TorchTitan's names of the fragments."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.resilience.replicas import bits_hash, first_names, local_elements
+from torchtitan_like.resilience.replicas import bits_hash, first_names
+from torchtitan_like.util.shards import local_shard
 
 logger = logging.getLogger()
 
@@ -75,7 +76,7 @@ class GradientCheck:
     @torch.no_grad()
     def add_pass(self) -> None:
         """Keep the hashes and norms of the gradients of a pass. Does not wait for the device."""
-        gradients = [local_elements(p if p.grad is None else p.grad) for _, p in self._named]
+        gradients = [local_shard(p if p.grad is None else p.grad) for _, p in self._named]
         hashes = torch.stack([bits_hash(gradient) for gradient in gradients])
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         self._passes.append((hashes, torch.stack(norms)))

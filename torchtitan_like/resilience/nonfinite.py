@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from torchtitan_like.resilience.host_copy import HostCopy
-from torchtitan_like.resilience.replicas import local_elements
 from torchtitan_like.resilience.spikes import SpikeWindow
+from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
@@ -224,7 +224,7 @@ def nonfinite_names(named: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """
     groups: dict[tuple[torch.device, torch.dtype], dict[str, torch.Tensor]] = {}
     for name, tensor in named:
-        local = local_elements(tensor)
+        local = local_shard(tensor)
         if local.is_floating_point():
             groups.setdefault((local.device, local.dtype), {})[name] = local
     names = []

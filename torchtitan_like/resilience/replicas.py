@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from torchtitan_like.distributed.world import World
+from torchtitan_like.util.shards import local_shard
 
 BLOCK = 1 << 22  # elements hashed at a time; temporary tensors take 64 MiB
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -68,12 +69,6 @@ class Replicas:
             )
 
 
-def local_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor, or the tensor."""
-    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()
-
-
 @torch.no_grad()
 def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit hash of the local elements' bits (0-dim int64).
@@ -81,7 +76,7 @@ def bits_hash(tensor: torch.Tensor) -> torch.Tensor:
     Each element is multiplied by an odd number that depends on its index. A single flipped bit
     always changes the sum.
     """
-    local = local_elements(tensor)
+    local = local_shard(tensor)
     bits = local.contiguous().view(INTEGERS[local.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, len(bits), BLOCK):

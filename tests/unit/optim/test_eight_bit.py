@@ -13,7 +13,7 @@ from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import eight_bit
 from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 
 pytest.importorskip("torchao")
 

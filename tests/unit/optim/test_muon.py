@@ -10,7 +10,7 @@ from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.groups import group_parameters
 from torchtitan_like.optim.muon import orthogonalize
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 
 SHARDING = (
     ("tok_embeddings.weight", "vocab_embedding"),

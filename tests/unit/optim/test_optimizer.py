@@ -11,7 +11,7 @@ from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.optimizer import Surroundings, step_or_restore
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions
 
 
 def section(**changes):

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from torchtitan_like.models.hf_table import Box, Link, Shape, Span, slices
-from torchtitan_like.util.positions import local_positions
+from torchtitan_like.util.shards import local_positions, local_shard
 
 Range = tuple[int, int]
 
@@ -25,9 +25,7 @@ def local_boxes(tensor: Any) -> list[tuple[Box, Tensor]]:
 
     A plain tensor is one box. Uneven and strided shards of a DTensor are exact. All steps are 1.
     """
-    local = tensor.detach()
-    if hasattr(tensor, "placements"):
-        local = local.to_local()
+    local = local_shard(tensor)
     spans = [_runs(positions) for positions in local_positions(tensor)]
     offsets = [[sum(n for _, n, _ in runs[:i]) for i in range(len(runs))] for runs in spans]
     boxes = []

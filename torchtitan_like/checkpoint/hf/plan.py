@@ -52,6 +52,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
 )
 from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.shards import local_shard
 
 ExtentId = tuple[int, int]  # (number of the file, number of the extent in the file)
 ShardKey = tuple[str, Box]  # name of a native tensor, and the holder's box of it
@@ -145,9 +146,8 @@ def describe_shards(
             raise CheckpointError(
                 f"{name} is a DTensor of partial sums. Expected full values: reduce it first"
             )
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         # A rank may have no rows, or may not be part of the mesh.
-        boxes = local_boxes(tensor) if local.numel() else []
+        boxes = local_boxes(tensor) if local_shard(tensor).numel() else []
         code = dtype_code(tensor.dtype)
         infos.append(ShardInfo(name, code, tuple(tensor.shape), tuple(box for box, _ in boxes)))
         views |= {(name, box): view for box, view in boxes}

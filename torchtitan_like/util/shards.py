@@ -1,4 +1,4 @@
-"""Which elements of a full tensor a rank holds, from the placements of a DTensor."""
+"""The shard of a full tensor that a rank holds: its elements, and their positions."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def local_shard(tensor: Any) -> Tensor:
+    """Return this rank's shard of a DTensor, or a plain tensor, detached."""
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return shard.detach()
 
 
 def local_positions(tensor: Any) -> list[Tensor]:
