@@ -61,23 +61,19 @@ class Command(NamedTuple):
 
 
 CKPT = (
-    Command("ckpt ls", "Inspect", "list the checkpoints of a run", "ckpt.ls"),
-    Command(
-        "ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt.show"
-    ),
-    Command("ckpt verify", "Inspect", "compare every byte with the stored hashes", "ckpt.verify"),
-    Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt.diff"),
-    Command(
-        "ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt.export"
-    ),
-    Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt.convert"),
+    Command("ckpt ls", "Inspect", "list the checkpoints of a run", "ckpt"),
+    Command("ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt"),
+    Command("ckpt verify", "Inspect", "compare every byte with the stored hashes", "ckpt"),
+    Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt"),
+    Command("ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt"),
+    Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt"),
     Command(
         "ckpt consolidate",
         "Convert",
         "merge safetensors shards into whole files",
-        "ckpt.consolidate",
+        "ckpt",
     ),
-    Command("ckpt interval", "Plan", "find the best interval between checkpoints", "ckpt.interval"),
+    Command("ckpt interval", "Plan", "find the best interval between checkpoints", "ckpt"),
 )
 
 DATA = (

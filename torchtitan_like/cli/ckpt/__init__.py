@@ -1,1 +1,0 @@
-"""`titan ckpt`: work with checkpoints."""
