@@ -81,70 +81,68 @@ DATA = (
         "data tokenize",
         "Prepare",
         "tokenize a corpus into a folder that runs train on",
-        "data.tokenize",
+        "data",
     ),
     Command(
         "data train-tokenizer",
         "Prepare",
         "train a byte-level BPE tokenizer",
-        "data.train_tokenizer",
+        "data",
     ),
     Command(
         "data tiny",
         "Prepare",
         "make a small tokenizer, dataset or model from a large one",
-        "data.tiny",
+        "data",
         takes_settings=True,
     ),
     Command(
         "data show",
         "Inspect",
         "print the samples that a step has read, or will read",
-        "data.show",
+        "data",
         takes_settings=True,
     ),
 )
 
 
 RUN = (
-    Command("run ls", "Inspect", "list runs, their state and progress", "run.ls"),
+    Command("run ls", "Inspect", "list runs, their state and progress", "run"),
     Command(
         "run watch",
         "Inspect",
         "show the progress of a run and the position of its ranks",
-        "run.watch",
+        "run",
     ),
-    Command(
-        "run compare", "Inspect", "find the first step at which two runs differ", "run.compare"
-    ),
-    Command("run report", "Inspect", "write a page about one or several runs", "run.report"),
-    Command("run plot", "Inspect", "draw metrics of one or several runs", "run.plot"),
+    Command("run compare", "Inspect", "find the first step at which two runs differ", "run"),
+    Command("run report", "Inspect", "write a page about one or several runs", "run"),
+    Command("run plot", "Inspect", "draw metrics of one or several runs", "run"),
     Command(
         "run replay",
         "Inspect",
         "run a non-finite step again, in one process",
-        "run.replay",
+        "run",
         takes_settings=True,
     ),
-    Command("run save", "Control", "let a run save a checkpoint now, and continue", "run.save"),
-    Command("run stop", "Control", "save and end a run", "run.stop"),
+    Command("run save", "Control", "let a run save a checkpoint now, and continue", "run"),
+    Command("run stop", "Control", "save and end a run", "run"),
 )
 
 NODE = (
-    Command("node check", "Nodes", "check this machine, or all ranks of a job", "node.check"),
-    Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node.bench"),
+    Command("node check", "Nodes", "check this machine, or all ranks of a job", "node"),
+    Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node"),
 )
 
 SLURM = (
-    Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm.init"),
+    Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm"),
     Command(
         "slurm watchdog",
         "Watch",
         "check once that a job runs, a log grows and a disk has space",
-        "slurm.watchdog",
+        "slurm",
     ),
-    Command("slurm before", "In train.slurm", "print the step to continue from", "slurm.before"),
-    Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm.after"),
+    Command("slurm before", "In train.slurm", "print the step to continue from", "slurm"),
+    Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm"),
 )
 
 PLAN = (
@@ -152,20 +150,20 @@ PLAN = (
         "plan search",
         "Layouts",
         "find the fastest layouts of a configuration that fit",
-        "plan_search",
+        "plan",
         takes_settings=True,
     ),
     Command(
         "plan compare",
         "Runs",
         "compare a run with the plan of its configuration",
-        "plan_compare",
+        "plan",
     ),
     Command(
         "plan calibrate",
         "Hardware",
         "measure this machine, and write its cluster file",
-        "plan_calibrate",
+        "plan",
     ),
 )
 
@@ -191,7 +189,7 @@ COMMANDS = (
     ),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Machines", "check machines and measure their network", verbs=NODE),
-    Command("lighthouse", "Machines", "track which replica groups are alive", "lighthouse"),
+    Command("lighthouse", "Machines", "track which replica groups are alive", "node"),
     Command("slurm", "Machines", "write batch scripts, watch jobs", verbs=SLURM),
     Command(
         "ckpt",

@@ -11,9 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.os_errors import describe_os_error
 from torchtitan_like.util.output import show_error
 
@@ -95,24 +93,6 @@ def catch_value_errors(action: Callable[[], int]) -> int:
     except (OSError, ValueError) as error:
         show_problem(error)
         return FAILED
-
-
-def run_job(decide: Callable[[dict[str, Any]], int]) -> int:
-    """Call `decide` with the configuration on standard input, and return its code.
-
-    Print expected errors, and return 78 for wrong input, or 74 for an unreadable file.
-    """
-    from torchtitan_like.checkpoint.errors import CheckpointError
-    from torchtitan_like.slurm.job import read_job_config
-
-    try:
-        return decide(read_job_config(sys.stdin))
-    except ValueError as error:
-        show_problem(error)
-        return int(ExitCode.BAD_CONFIG)
-    except (CheckpointError, OSError) as error:
-        show_problem(error)
-        return int(ExitCode.STORAGE)
 
 
 def show_problem(error: Exception) -> None:

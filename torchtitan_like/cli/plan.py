@@ -1,4 +1,4 @@
-"""`titan plan`: the memory and step time of a configuration, by a dry run."""
+"""`titan plan`: memory, step time and layouts of a configuration, by dry runs."""
 
 from __future__ import annotations
 
@@ -6,26 +6,100 @@ import argparse
 import math
 import os
 import sys
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.cli.common import (
     FAILED,
     add_json_flag,
+    catch_value_errors,
+    end_rank,
     positive_int,
+    positive_number,
     print_json,
     show_problem,
 )
-from torchtitan_like.cli.hardware import add_hardware, load_hardware
-from torchtitan_like.cli.progress import ProgressLine
 from torchtitan_like.cli.settings import HelpWithSettings, with_config
+from torchtitan_like.plan.clusters import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    load_cluster,
+    typical_cluster,
+)
+from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.units import GIB
+from torchtitan_like.util.units import GIB, format_duration
 
+if TYPE_CHECKING:
+    from torchtitan_like.plan.calibrate import Measured
+    from torchtitan_like.plan.fit import Fitted
+
+SECONDS_BETWEEN_LINES = 10  # where stderr is not a terminal
 NOTHING_FITS = 1
 # Of mixed-precision AdamW: weight 4 + 2, gradient 4, states 8; and a quarter more for activations.
 QUICK_BYTES, QUICK_FACTOR = 18, 1.25
+OFF = 1
+MAX_SECONDS = 300
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add both options."""
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="a GPU by name, or a TOML file that describes one (default: the cluster's, else "
+        f"{DEFAULT_GPU})",
+    )
+    parser.add_argument(
+        "--cluster",
+        default=DEFAULT_CLUSTER,
+        metavar="NAME",
+        help="a cluster by name, or a TOML file that describes one, for the step time "
+        f"(default: {DEFAULT_CLUSTER})",
+    )
+
+
+def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
+    """Read both descriptions. Raises ValueError that names the option."""
+    try:
+        cluster = load_cluster(arguments.cluster)
+    except ValueError as error:
+        raise ValueError(f"--cluster: {error}") from None
+    try:
+        gpu = load_gpu(arguments.gpu or cluster.gpu or DEFAULT_GPU)
+    except ValueError as error:
+        raise ValueError(f"--gpu: {error}") from None
+    return gpu, typical_cluster(gpu.key) if arguments.cluster == DEFAULT_CLUSTER else cluster
+
+
+class ProgressLine:
+    """Prints how many `units` are done, their rate and the time left, to stderr."""
+
+    def __init__(self, units: str) -> None:
+        self._units = units
+        self._is_terminal = sys.stderr.isatty()
+        self._printed_at = 0.0
+
+    def __call__(self, phase: str, done: int, total: int, seconds: float) -> None:
+        is_end = done == total
+        wait = 0 if self._is_terminal else SECONDS_BETWEEN_LINES
+        if total == 0 or (not is_end and 0 < done and seconds < self._printed_at + wait):
+            return
+        self._printed_at = seconds
+        left = ""
+        if 0 < done < total:
+            rate = done / max(seconds, 1e-9)
+            left = f", {rate:.2f}/s, {format_duration((total - done) / rate)} left"
+        end = "\r" if self._is_terminal and not is_end else "\n"
+        show_error(
+            f"{phase}: {done} of {total} {self._units}, {done / total:4.0%}{left}   ", end=end
+        )
+
+
+# ---- titan plan
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -187,3 +261,452 @@ def _print_plan(
             show_problem(error)
             return FAILED
     return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS
+
+
+# ---- titan plan search
+
+
+def configure_search(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "config", nargs="?", metavar="CONFIG", help="the TOML file whose layout is searched"
+    )
+    parser.add_argument(
+        "--world-size", type=positive_int, metavar="N", help="GPUs of all nodes (required)"
+    )
+    add_hardware(parser)
+    parser.add_argument(
+        "--global-batch-tokens",
+        type=positive_number,
+        metavar="N",
+        help="tokens of a step, rounded to a power of two of samples (default: of CONFIG)",
+    )
+    parser.add_argument(
+        "--max-memory",
+        type=positive_number,
+        default=0.92,
+        metavar="FRACTION",
+        help="of a GPU's memory that a layout may use (default: 0.92)",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=positive_number,
+        default=15e12,
+        metavar="N",
+        help="tokens of the whole training, for days and cost (default: 15e12)",
+    )
+    parser.add_argument(
+        "--price-per-hour", type=positive_number, metavar="P", help="of one GPU, for the cost"
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="TOML", help="write the best layout to this file"
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw memory and step time of the layouts as .svg or .png (extra `plot`)",
+    )
+    add_json_flag(parser)
+    parser.add_argument("-h", "--help", action=HelpWithSettings)
+    parser.epilog = (
+        "Enumerates degrees (also of experts), micro-batches, recomputation, resharding, schedules and\n"
+        "stages. Model, sequence length and samples of a step are those of CONFIG. So are settings on\n"
+        "the command line: --parallelism.tensor_parallel_degree 8 searches layouts with that degree only.\n"
+        "Rules of the configuration and formulas choose 12 layouts, which are dry-run with a few\n"
+        "layers; if fewer than 3 fit, up to 12 smaller ones follow. Each is timed as given, compiled, and\n"
+        "with asynchronous tensor parallelism, the best 3 in float8, too. Then the best 3 are dry-run\n"
+        "with all layers.\n"
+        "Needs no GPU. Returns 0 if a layout fits, 1 if none does, 2 for wrong arguments, and 78 for\n"
+        "a configuration that cannot work. Ctrl-C ends it with 130.\n\n"
+        "example: titan plan search llama3_8b.toml --world-size 64 -o best.toml"
+    )
+
+
+def run_search(arguments: argparse.Namespace) -> int:
+    """Search, print and write. Returns the exit code."""
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.util.pictures import check_picture
+
+    names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
+    if arguments.config is None and "__job.config_file" not in names:
+        show_error("titan plan search: CONFIG is missing. Expected a TOML file: name it")
+        return FAILED
+    if arguments.world_size is None:
+        show_error(
+            "titan plan search: --world-size is missing. Expected the number of GPUs: give it"
+        )
+        return FAILED
+    if arguments.max_memory > 1:
+        show_error(
+            f"--max-memory {arguments.max_memory:g}: expected a fraction of at most 1, such as "
+            "0.92: correct it"
+        )
+        return FAILED
+    try:
+        gpu, cluster = load_hardware(arguments)
+        if arguments.svg is not None:
+            check_picture(arguments.svg)
+    except ValueError as error:
+        show_error(str(error))
+        return FAILED
+    settings = with_config(arguments.config, arguments.settings, show_error)
+    try:
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+            # Without the ranks: the layout of the file need not fit their number.
+            config, warnings = load_checked(
+                settings, None, training=False, device_type=gpu.device_type
+            )
+    except ConfigError as error:
+        show_error(str(error))
+        return os.EX_CONFIG
+    if warnings:
+        show_error(report(warnings))
+    try:
+        return _search(arguments, config, gpu, cluster, settings)
+    except KeyboardInterrupt:
+        show_error("\nInterrupted: no layout is written")
+        return int(ExitCode.INTERRUPTED)
+
+
+def _search(
+    arguments: argparse.Namespace, config: Any, gpu: Any, cluster: Any, settings: list[str]
+) -> int:
+    from torchtitan_like.plan import search_report
+    from torchtitan_like.plan.search import global_batch_of, search, space_of
+    from torchtitan_like.plan.time_report import caveats
+    from torchtitan_like.util.files import write_atomically
+
+    output: Path | None = arguments.output
+    base = Path(config.job.config_file)
+    if output is not None and output.resolve() == base.resolve():
+        show_error(f"-o {output}: expected another file than CONFIG, which it extends: rename it")
+        return FAILED
+    world_size: int = arguments.world_size
+    samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
+    space = space_of(config, world_size, cluster.gpus_per_node, samples)
+    try:
+        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine("dry runs"))
+    except ValueError as error:  # the GPU has no peak for a dtype
+        show_error(f"--gpu {gpu.key}: {error}")
+        return FAILED
+    notes = [*found.notes(), *caveats(gpu, cluster)]
+    request = search_report.Request(
+        gpu, cluster, arguments.max_memory, arguments.tokens, arguments.price_per_hour
+    )
+    if arguments.json:
+        print_json(search_report.as_json(found, request) | {"notes": notes})
+    else:
+        print("\n".join(search_report.lines(found, request)))
+        for note in notes:
+            print(f"Note: {note}")
+    if not found.ranked:
+        return NOTHING_FITS
+    if arguments.svg is not None:
+        from torchtitan_like.plan.plan_pictures import draw_layouts
+
+        try:
+            draw_layouts(found.ranked, gpu, arguments.max_memory, arguments.svg)
+        except OSError as error:
+            show_problem(error)
+            return FAILED
+        show_error(f"Wrote {arguments.svg}")
+    given = arguments.config or str(base)
+    target = output or Path("best.toml")
+    text = search_report.toml_of(
+        found.ranked[0][0], space, search_report.path_to_extend(given, base, target)
+    )
+    if output is not None:
+        try:
+            write_atomically(output, text)
+        except OSError as error:
+            show_problem(error)
+            return FAILED
+        show_error(f"Wrote {output}. Check it: titan check {output} --world-size {world_size}")
+    elif not arguments.json:
+        print(f"\n{text}", end="")
+    return 0
+
+
+# ---- titan plan compare
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "run", type=Path, metavar="RUN", help="the folder of a run (job.dump_folder)"
+    )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        metavar="FILE",
+        help="a plan file, written by titan plan -o (default: RUN/plan.json)",
+    )
+    add_json_flag(parser)
+    parser.epilog = (
+        "Compares memory and step time of rank 0, from the newest attempt, and lists what each module\n"
+        "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only.\n"
+        "Returns 0 if all are within 10 % of the plan, 1 if not, and 2 if there is no plan of this\n"
+        "configuration, or nothing to compare.\n\n"
+        "example: titan plan compare outputs/llama3_8b"
+    )
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Print the comparison. Returns the exit code."""
+    return catch_value_errors(lambda: _compare(arguments))
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.recorded import measured_modules, measured_steps, read_run
+    from torchtitan_like.util.plan_file import (
+        PLAN,
+        TOLERANCE,
+        check_modules,
+        describe_differences,
+        deviations,
+        differences,
+        event_fields,
+        module_table,
+        read_plan,
+        settings_of,
+    )
+    from torchtitan_like.util.run_directory import read_config
+
+    folder: Path = arguments.run
+    recorded = read_run(folder)
+    if not recorded.attempts:
+        raise ValueError(f"{folder} has no attempts. Expected a run that has trained: name another")
+    num_ranks = recorded.attempts[-1].num_ranks or 1
+    path: Path = arguments.plan or folder / PLAN
+    if not path.exists():
+        raise ValueError(
+            f"there is no plan {path}. Expected a plan file: write it with `titan plan "
+            f"{folder}/config.toml --world-size {num_ranks} -o {folder / PLAN}`"
+        )
+    plan = read_plan(path)
+    if found := differences(plan, settings_of(read_config(folder), num_ranks)):
+        show_error(describe_differences(path, found))
+        return FAILED
+    modules = measured_modules(recorded)
+    check_modules(modules)
+    measured = measured_steps(recorded)
+    compared = deviations(plan, measured)
+    if not compared:
+        show_error(
+            f"{folder} has no measurement to compare. Expected a log line after step 10 of the "
+            "newest attempt: train for longer, or lower metrics.log_freq"
+        )
+        return FAILED
+    if arguments.json:
+        both = {"planned_modules": plan.modules, "modules": modules}
+        print_json({**event_fields(plan, measured), **both})
+    else:
+        print(f"Plan for {plan.gpu} ({path})")
+        print("\n".join(map(str, compared)))
+        if measured.reserved is None:
+            print("Memory is not compared: the run did not measure a GPU's allocator")
+        print("\n".join(module_table(plan.modules, modules)))
+    return OFF if any(abs(each.share) > TOLERANCE for each in compared) else 0
+
+
+# ---- titan plan calibrate
+
+
+def configure_calibrate(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", required=True, help="the cluster file to write"
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="the GPU: its name, or a TOML file with its data sheet (default: measure the CPU; with "
+        "--from, the device of --cluster)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive_number,
+        default=60,
+        metavar="N",
+        help=f"of the measurement, at most {MAX_SECONDS} (default: 60)",
+    )
+    parser.add_argument(
+        "--from",
+        dest="runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN",
+        help="measure nothing: fit the constants to the steps of these run folders",
+    )
+    parser.add_argument(
+        "--cluster",
+        metavar="NAME",
+        help="with --from: the cluster whose constants are fitted, a name or a file (default: default)",
+    )
+    parser.epilog = (
+        "Without --from: measures matrix products, kernels limited by memory, and on a CPU attention,\n"
+        "small operators, and collectives of the ranks that a launcher started. Start one for each\n"
+        "rank of the runs to plan, such as\n"
+        "  torchrun --nproc_per_node=8 --no-python titan plan calibrate -o my_cluster.toml --gpu h100-80g\n"
+        "On a CPU, it also writes FILE_device.toml, which the cluster file names.\n"
+        "With --from: dry-runs the configuration of each run, and fits up to three constants, never\n"
+        "more than runs. Each run is predicted from the others; the largest error is the error band.\n"
+        "Use the file: titan plan X.toml --world-size 2 --cluster my_cluster.toml\n"
+        "Returns 0, 2 for wrong arguments or runs, and 78 if a run's configuration does not work here.\n"
+        "Ctrl-C ends it with 130 and writes nothing.\n\n"
+        "example: titan plan calibrate -o my_cluster.toml --seconds 10"
+    )
+
+
+def run_calibrate(arguments: argparse.Namespace) -> int:
+    """Measure or fit, and write. Returns the exit code."""
+    output: Path = arguments.output
+    if output.suffix != ".toml":
+        show_error(f"-o {output}: expected a name that ends with .toml: rename it")
+        return FAILED
+    if not output.parent.is_dir():
+        show_error(f"-o {output}: there is no folder {output.parent}: create it, or name another")
+        return FAILED
+    if arguments.seconds > MAX_SECONDS:
+        show_error(f"--seconds {arguments.seconds:g}: expected at most {MAX_SECONDS}: lower it")
+        return FAILED
+    if arguments.cluster is not None and arguments.runs is None:
+        show_error(f"--cluster {arguments.cluster}: expected --from RUN next to it: leave it out")
+        return FAILED
+    try:
+        if arguments.runs is not None:
+            return catch_value_errors(lambda: _fit(arguments))
+        return end_rank(catch_value_errors(lambda: _measure(arguments)))
+    except KeyboardInterrupt:
+        show_error("\nInterrupted: no cluster file is written")
+        return int(ExitCode.INTERRUPTED)
+
+
+def _write(files: dict[Path, str]) -> int:
+    from torchtitan_like.util.files import write_atomically
+
+    try:
+        for path, text in files.items():
+            write_atomically(path, text)
+    except OSError as error:
+        show_problem(error)
+        return FAILED
+    *_, cluster = files
+    names = " and ".join(map(str, files))
+    show_error(f"Wrote {names}. Use it: titan plan X.toml --world-size N --cluster {cluster}")
+    return 0
+
+
+# ---- measurements
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from torchtitan_like.node.ranks import launched_ranks
+    from torchtitan_like.plan.calibrate import calibrate
+    from torchtitan_like.plan.gpus import load_gpu
+
+    gpu = None
+    if arguments.gpu is not None:
+        try:
+            gpu = load_gpu(arguments.gpu)
+        except ValueError as error:
+            raise ValueError(f"--gpu: {error}") from None
+        if gpu.device_type != "cuda":
+            raise ValueError(
+                f"--gpu {arguments.gpu}: it describes a CPU, which has no data sheet. Expected a GPU: "
+                "leave --gpu out to measure the CPU"
+            )
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"--gpu {gpu.key}: torch {torch.__version__} finds no GPU. Expected one: leave --gpu "
+                "out to measure the CPU"
+            )
+    measured, files = calibrate(
+        arguments.output, gpu, arguments.seconds, ProgressLine("measurements")
+    )
+    if launched_ranks(os.environ).rank != 0:
+        return 0
+    print("\n".join(report(measured)))
+    return _write(files)
+
+
+def report(measured: Measured) -> list[str]:
+    """Return a line for each measurement."""
+    lines = []
+    for product in measured.products:
+        title = f"{' x '.join(map(str, product.shape))}, {product.dtype}"
+        lines.append(f"{title:46}{product.flops / product.seconds / 1e9:12,.1f} GFLOP/s")
+    kernels = measured.kernels
+    lines.append(
+        f"{'kernels limited by memory':46}{kernels.num_bytes / kernels.seconds / 1e9:12,.1f} GB/s"
+    )
+    lines.append(f"{'small operator':46}{measured.operator * 1e6:12,.1f} us")
+    for pass_, attentions in measured.attention.items():
+        for each in attentions:
+            title = f"attention {pass_}, {each.rows:,} rows, {each.flops / each.scores:.0f} FLOPs a score"
+            lines.append(f"{title:46}{each.flops / each.seconds / 1e9:12,.1f} GFLOP/s")
+    for kind, collective in measured.collectives.items():
+        for num_bytes, seconds in (collective.small, collective.large):
+            title = f"{kind}, {measured.num_ranks} ranks, {num_bytes:,} B"
+            lines.append(f"{title:46}{seconds * 1e6:12,.0f} us")
+    if not measured.collectives:
+        lines.append(f"{'collectives':46}{'skipped':>12}: start several ranks, or nodes of GPUs")
+    return lines
+
+
+# ---- runs
+
+
+def _fit(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, load_cluster
+    from torchtitan_like.plan.fit import fit_runs, fitted_text, read_measured
+    from torchtitan_like.plan.gpus import load_gpu
+    from torchtitan_like.util.modules import searching_modules_in
+
+    start = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
+    device = arguments.gpu or start.gpu
+    if not device:
+        raise ValueError(
+            f"--from: cluster {start.key} is of no particular device. Expected --gpu NAME, or --cluster "
+            "with the file of a device: name one"
+        )
+    gpu = load_gpu(device)
+    progress = ProgressLine("runs")
+    started = time.monotonic()
+    measured = []
+    for number, path in enumerate(arguments.runs):
+        progress("dry runs", number, len(arguments.runs), time.monotonic() - started)
+        try:
+            with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+                measured.append(read_measured(path, gpu))
+        except ConfigError as error:
+            show_error(f"{path}: {error}")
+            return os.EX_CONFIG
+    progress("dry runs", len(measured), len(measured), time.monotonic() - started)
+    fitted = fit_runs(measured, gpu, start, arguments.output.stem)
+    print("\n".join(fit_report(fitted)))
+    gpu_file = device if device.endswith(".toml") else ""
+    return _write({arguments.output: fitted_text(fitted, arguments.output, gpu_file)})
+
+
+def fit_report(fitted: Fitted) -> list[str]:
+    """Return a line for each run and constant, and the error band."""
+    lines = [f"{'run':34}{'measured, s':>12}{'fitted, s':>12}{'error':>10}{'left out':>10}"]
+    for index, sample in enumerate(fitted.samples):
+        predicted = sample.seconds * (1 + fitted.errors[index])
+        left_out = f"{100 * fitted.left_out[index]:+.1f} %" if fitted.left_out else "-"
+        lines.append(
+            f"{sample.name:34}{sample.seconds:12.4g}{predicted:12.4g}"
+            f"{100 * fitted.errors[index]:+8.1f} %{left_out:>10}"
+        )
+    for constant in fitted.constants:
+        lines.append(f"{constant} = {getattr(fitted.cluster, constant):g}")
+    lines.append(f"Error band: +-{fitted.cluster.error_percent:g} %, {fitted.cluster.error_source}")
+    return lines

@@ -16,7 +16,7 @@ from tests.harness.examples import example_words
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
-from torchtitan_like.cli.node import bench as bench_command
+from torchtitan_like.cli import node as node_commands
 from torchtitan_like.node import bench, machine, ranks
 
 HEALTHY = "{}, GPU-{}, 40, 0, No, No, No, Not Active"
@@ -188,17 +188,17 @@ def table(*options: str) -> list[str]:
     """Return the lines that a rank of the pool prints."""
     import torch.distributed as dist
 
-    original = bench.join_ranks, dist.destroy_process_group, bench_command.end_rank
+    original = bench.join_ranks, dist.destroy_process_group, node_commands.end_rank
     this = ranks.Ranks(dist.get_rank(), dist.get_world_size(), 0)
     bench.join_ranks = lambda *_: (this, "cpu")
-    bench_command.end_rank = lambda code: code
+    node_commands.end_rank = lambda code: code
     dist.destroy_process_group = lambda: None
     printed = io.StringIO()
     try:
         with contextlib.redirect_stdout(printed):
             assert main(["node", "bench", *options]) == 0
     finally:
-        bench.join_ranks, dist.destroy_process_group, bench_command.end_rank = original
+        bench.join_ranks, dist.destroy_process_group, node_commands.end_rank = original
     return printed.getvalue().splitlines()
 
 

@@ -1,18 +1,53 @@
-"""`titan slurm watchdog`: check once that a job runs, a log grows and a disk has space."""
+"""`titan slurm`: write batch scripts, watch jobs, and decide what a job does next."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.cli.common import catch_value_errors
+from torchtitan_like.cli.common import catch_value_errors, show_problem
+from torchtitan_like.util.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from torchtitan_like.slurm.watchdog import Observation
 
 ALERT = 1
+
+
+# ---- titan slurm init
+
+
+def configure_init(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="folder for the scripts, which all nodes must see"
+    )
+    parser.epilog = (
+        "Writes train.slurm, job arrays and chains, watchdog, cron and node checks, for you to\n"
+        "edit. Each explains itself with --help. env.sh makes `titan` available to all of them.\n"
+        "Overwrites nothing: returns 2 if one of the files exists. Then:\n"
+        "  sbatch --nodes=8 --gpus-per-node=8 DIR/train.slurm --job.config_file X.toml\n\n"
+        "example: titan slurm init slurm"
+    )
+
+
+def run_init(arguments: argparse.Namespace) -> int:
+    """Write the scripts. Returns the exit code."""
+    from torchtitan_like.slurm.scaffold import write_scripts
+
+    def action() -> int:
+        for path in write_scripts(arguments.folder):
+            print(path)
+        return 0
+
+    return catch_value_errors(action)
+
+
+# ---- titan slurm watchdog
 
 
 def configure_watchdog(parser: argparse.ArgumentParser) -> None:
@@ -90,3 +125,62 @@ def _observe(arguments: argparse.Namespace) -> list[Observation]:
         observe_disk(path, limits, arguments.free_command, arguments.quota_gib)
         for path in arguments.path
     ]
+
+
+# ---- titan slurm before and after
+
+
+def configure_before(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = (
+        "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
+        "Prints the step to continue from (0: a new run), or `none` if the last step is done or\n"
+        "the kill switch exists. Removes the exit.json of an earlier attempt. Returns 0, 78 for\n"
+        "wrong input, or 74 for an unreadable file.\n\n"
+        "example: titan slurm before < outputs/config.toml"
+    )
+
+
+def run_before(arguments: argparse.Namespace) -> int:
+    """Print the step. Returns the exit code."""
+    from torchtitan_like.slurm.job import before
+
+    return _run_decision(lambda config: before(config))
+
+
+def configure_after(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("step", type=int, metavar="STEP", help="what `titan slurm before` printed")
+    parser.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
+    parser.epilog = (
+        "train.slurm calls this command. Reads a resolved configuration from standard input.\n"
+        "Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is\n"
+        "over, 75 if it should be queued again, 78 for wrong input, and 74 for an unreadable file.\n"
+        "Variables: REQUEUE, MAX_STALLED_STARTS, SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.\n\n"
+        "example: titan slurm after 0 75 < outputs/config.toml"
+    )
+
+
+def run_after(arguments: argparse.Namespace) -> int:
+    """Print the code of the job. Returns the exit code."""
+    from torchtitan_like.slurm.job import after
+
+    return _run_decision(lambda config: after(config, arguments.step, arguments.code))
+
+
+def _run_decision(decide: Callable[[dict[str, Any]], int]) -> int:
+    """Call `decide` with the configuration on standard input, and return its code.
+
+    Print expected errors, and return 78 for wrong input, or 74 for an unreadable file.
+    """
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.slurm.job import read_job_config
+
+    try:
+        return decide(read_job_config(sys.stdin))
+    except ValueError as error:
+        show_problem(error)
+        return int(ExitCode.BAD_CONFIG)
+    except (CheckpointError, OSError) as error:
+        show_problem(error)
+        return int(ExitCode.STORAGE)

@@ -1,0 +1,220 @@
+"""`titan node` and `titan lighthouse`: check and measure machines, track replica groups."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import signal
+import socket
+from pathlib import Path
+
+from torchtitan_like.cli.common import FAILED, end_rank, positive_int
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.modules import pip_install
+from torchtitan_like.util.output import show_error
+
+BAD = 1
+
+
+# ---- titan node check
+
+
+def configure_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs that must be present")
+    parser.add_argument(
+        "--host-memory-gib", type=float, default=0, metavar="N", help="GiB that must be available"
+    )
+    parser.add_argument(
+        "--known-bad", type=Path, metavar="FILE", help="file of GPU UUIDs that must not be used"
+    )
+    parser.add_argument(
+        "--no-pairs", action="store_true", help="skip the all-reduce of every pair of GPUs"
+    )
+    parser.add_argument(
+        "--ranks", action="store_true", help="under a launcher: check all ranks together"
+    )
+    parser.add_argument(
+        "--memory-gib", type=float, default=0, metavar="N", help="GiB that each rank allocates"
+    )
+    parser.add_argument("--backend", help="default: nccl on GPUs, else gloo")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="for ranks to find each other (default: 60)",
+    )
+    parser.epilog = (
+        "Prints `<host> is OK` and returns 0, or `<host> is BAD: ...` and returns 1. Checks\n"
+        "number of GPUs, uncorrected memory errors, pending row remaps, slowdown by hardware,\n"
+        "temperature, Xid errors in the kernel log, and every pair of GPUs.\n"
+        "With --ranks every rank prints its device and cores, or what is broken:\n"
+        "  torchrun --nproc_per_node=8 --no-python titan node check --ranks\n"
+        "  srun --ntasks-per-node 8 titan node check --ranks  (MASTER_ADDR: the first host)\n\n"
+        "example: titan node check --gpus 0"
+    )
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Check the machine or the ranks. Returns the exit code."""
+    if arguments.ranks:
+        from torchtitan_like.node.ranks import check_ranks
+        from torchtitan_like.resilience.end import end_process
+
+        is_ok = check_ranks(arguments.backend, arguments.timeout, arguments.memory_gib)
+        end_process(0 if is_ok else BAD)
+
+    from torchtitan_like.node.machine import check_machine
+
+    try:
+        known_bad = set(arguments.known_bad.read_text().split()) if arguments.known_bad else set()
+    except OSError as error:
+        show_error(
+            f"{arguments.known_bad} cannot be read: {error.strerror}. "
+            "Expected one GPU UUID per line. Correct --known-bad."
+        )
+        return FAILED
+    report = check_machine(
+        num_gpus=arguments.gpus,
+        known_bad=known_bad,
+        host_memory_gib=arguments.host_memory_gib,
+        checks_pairs=not arguments.no_pairs,
+        timeout=arguments.timeout,
+    )
+    print(report.line())
+    return BAD if report.problems else 0
+
+
+# ---- titan node bench
+
+
+def configure_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--sizes",
+        metavar="LIST",
+        help="bytes of each rank's float32 tensor, as 32KB,1MiB,4GB; default: 64KB to 4GB, or to "
+        "64MB without GPUs",
+    )
+    parser.add_argument(
+        "--advertised", type=float, metavar="GBPS", help="GB/s of a link in one direction"
+    )
+    parser.add_argument(
+        "--parts", type=int, default=1, metavar="N", help="also send each size as N tensors"
+    )
+    parser.add_argument(
+        "--flags", action="store_true", help="also compare two ways to agree on a yes or no"
+    )
+    parser.add_argument("--backend", help="default: nccl on GPUs, else gloo")
+    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="(default: 10)")
+    parser.epilog = (
+        "algbw is bytes / time. busbw is algbw x 2 (n - 1) / n for n ranks: the load of each link.\n"
+        "Compare busbw with --advertised; 80 % of it is usual for large tensors. FSDP sends the\n"
+        "weights of one block at a time, so measure at that size. Start one process per GPU:\n"
+        "  torchrun --nproc_per_node=8 --no-python titan node bench --advertised 450\n"
+        "  srun --ntasks-per-node 8 titan node bench    (MASTER_ADDR names the first host)\n\n"
+        "example: titan node bench --sizes 32KB,1MB --repeat 3"
+    )
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Print the table. Returns the exit code."""
+    from torchtitan_like.node.bench import parse_size, run_bench
+
+    sizes = None
+    if arguments.sizes:
+        try:
+            sizes = [parse_size(text) for text in arguments.sizes.split(",")]
+        except ValueError as error:
+            show_error(str(error))
+            return FAILED
+    run_bench(
+        sizes,
+        advertised=arguments.advertised,
+        num_tensors=arguments.parts,
+        measures_flags=arguments.flags,
+        backend=arguments.backend,
+        warmup=arguments.warmup,
+        repeat=arguments.repeat,
+    )
+    return end_rank(0)
+
+
+# ---- titan lighthouse
+
+
+def configure_lighthouse(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "--bind",
+        default="127.0.0.1:29510",
+        metavar="HOST:PORT",
+        help="the only address to listen on; port 0 is any free port (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--min-replicas",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="fewest replica groups of a quorum (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--join-timeout-ms",
+        type=positive_int,
+        default=10_000,
+        metavar="N",
+        help="wait so long for groups that are alive and have not joined (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--heartbeat-timeout-ms",
+        type=positive_int,
+        default=5_000,
+        metavar="N",
+        help="a group without a heartbeat for so long is lost (default: %(default)s)",
+    )
+    parser.epilog = (
+        "Runs until Ctrl-C or SIGTERM. All groups of a job need it ([fault_tolerance]); if it ends,\n"
+        "they stop, and continue from their checkpoints. Needs the extra `ft` (torchft). Whoever\n"
+        "reaches the port can stop a job: choose an address of a private network.\n\n"
+        "example: titan lighthouse --bind 127.0.0.1:29510 --min-replicas 1"
+    )
+
+
+def run_lighthouse(arguments: argparse.Namespace) -> int:
+    """Serve. Returns the exit code."""
+    if importlib.util.find_spec("torchft") is None:
+        show_error(
+            "The package torchft is not installed. Expected it for a lighthouse: "
+            f"{pip_install('torchft>=0.2,<0.3')}"
+        )
+        return int(ExitCode.BAD_CONFIG)
+    host, _, port = arguments.bind.rpartition(":")
+    stop_signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)  # also in the threads of the server
+    os.environ.setdefault("RUST_LOG", "warn")
+    from torchft.coordination import LighthouseServer
+
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        address = str(found[0][4][0])
+        shown = f"[{address}]" if ":" in address else address
+        server = LighthouseServer(
+            bind=f"{shown}:{int(port)}",
+            min_replicas=arguments.min_replicas,
+            join_timeout_ms=arguments.join_timeout_ms,
+            heartbeat_timeout_ms=arguments.heartbeat_timeout_ms,
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        show_error(
+            f"The lighthouse cannot listen on {arguments.bind!r}: {error}. Expected HOST:PORT with "
+            "an address of this machine and a free port: correct --bind"
+        )
+        return FAILED
+    url = f"http://{shown}:{server.address().rpartition(':')[2]}"
+    print(f"Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE={url}", flush=True)
+    signal.sigwait(stop_signals)
+    server.shutdown()
+    return 0

@@ -1,1 +1,0 @@
-"""`titan node`: check and measure machines."""

@@ -1,0 +1,456 @@
+"""`titan run`: list, watch, report, compare, replay, save and stop runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtitan_like.cli.common import (
+    add_json_flag,
+    catch_value_errors,
+    positive_number,
+    print_json,
+    show_problem,
+)
+from torchtitan_like.cli.settings import HelpWithSettings
+from torchtitan_like.util.output import show_error
+
+if TYPE_CHECKING:
+    from torchtitan_like.report.history import History
+
+DIFFERENT = 1
+DEFAULT_PAGE = Path("report.html")
+NOT_REPRODUCED = 1
+
+
+# ---- titan run ls
+
+
+def configure_ls(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "folder",
+        type=Path,
+        nargs="?",
+        default=Path(),
+        help="the folder of a run, or one that contains runs; default: the current folder",
+    )
+    add_json_flag(parser)
+    parser.epilog = (
+        "State is one of:\n"
+        "  running     a rank has moved within a minute, or within 5 typical steps\n"
+        "  hung        no rank has, or a process on this machine is gone without an error\n"
+        "  stopped     with the reason of exit.json; error: an error record; killed: all processes\n"
+        "              on this machine are gone; lost: no sign for an hour\n"
+        "  unreadable  a file is missing or damaged\n"
+        "--json has details. Searches three levels of folders. Returns 2 if there is no run.\n\n"
+        "example: titan run ls outputs"
+    )
+
+
+def run_ls(arguments: argparse.Namespace) -> int:
+    """Print the list. Returns the exit code."""
+    from torchtitan_like.report.runs import HEADER, list_runs
+
+    def action() -> int:
+        now = time.time()
+        runs = list_runs(arguments.folder, now)
+        if arguments.json:
+            print_json([asdict(summary) for summary in runs])
+        else:
+            print("\n".join([HEADER, *(summary.format_row(now) for summary in runs)]))
+        return 0
+
+    return catch_value_errors(action)
+
+
+# ---- titan run watch
+
+
+def configure_watch(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument("--once", action="store_true", help="print once and end")
+    parser.add_argument(
+        "--every", type=float, default=5, metavar="SECONDS", help="between updates (default: 5)"
+    )
+    parser.epilog = (
+        "Shows step, loss, speed, memory, time left, disk space in checkpoints, the position of each\n"
+        "rank; in a terminal also a progress bar, the curve of the loss and the last events. Reads\n"
+        "files only, so any machine with access to the folder can run it. Updates until the run has\n"
+        "ended, or until Ctrl-C. Returns 2 if the folder is not a run.\n\n"
+        "example: titan run watch outputs --once"
+    )
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    """Show the status. Returns the exit code."""
+    try:
+        return catch_value_errors(lambda: _show(arguments))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.status import has_ended
+
+    with _display(arguments.run) as show:
+        while True:
+            is_last = arguments.once or has_ended(arguments.run)
+            show()
+            if is_last:
+                return 0
+            time.sleep(max(0.0, arguments.every))
+
+
+@contextmanager
+def _display(run: Path) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows the status: in place in a terminal, else as plain lines."""
+    if not sys.stdout.isatty():
+        from torchtitan_like.report.status import status_lines
+
+        yield lambda: print("\n".join(status_lines(run, time.time())), flush=True)
+        return
+    from rich.console import Console
+    from rich.live import Live
+
+    from torchtitan_like.report.terminal import status_view
+
+    console = Console(file=getattr(sys.stdout, "unescaped", sys.stdout))
+    with Live(
+        console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
+    ) as live:
+        yield lambda: live.update(status_view(run, time.time()), refresh=True)
+
+
+# ---- titan run compare
+
+
+def configure_compare(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "a", type=Path, metavar="A", help="the folder of a run, or its metrics.jsonl"
+    )
+    parser.add_argument("b", type=Path, metavar="B", help="the other run")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--data-only", action="store_true", help="compare the data of each step, not its results"
+    )
+    mode.add_argument(
+        "--environment",
+        action="store_true",
+        help="compare variables, packages, machine and git state of the newest attempts. "
+        "A and B may also be folders of attempts",
+    )
+    add_json_flag(parser)
+    parser.epilog = (
+        "Compares keys that a layout or a restart must not change, to the last bit. For loss and\n"
+        "gradient norm it also prints the largest relative difference. Returns 0 if all steps in\n"
+        "both runs are equal, 1 if not, and 2 if there is nothing to compare.\n\n"
+        "example: titan run compare outputs_a outputs_b"
+    )
+
+
+def run_compare(arguments: argparse.Namespace) -> int:
+    """Print the comparison. Returns the exit code."""
+    action = _compare_environments if arguments.environment else _compare_metrics
+    return catch_value_errors(lambda: action(arguments))
+
+
+def _compare_metrics(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.compare import compare_runs
+
+    comparison = compare_runs(arguments.a, arguments.b, data_only=arguments.data_only)
+    if arguments.json:
+        print_json(comparison.as_json())
+    else:
+        print("\n".join(comparison.lines()))
+    return 0 if comparison.is_equal else DIFFERENT
+
+
+def _compare_environments(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.compare import compare_environments, format_environments
+
+    differences = compare_environments(arguments.a, arguments.b)
+    is_equal = not any(differences.values())
+    if arguments.json:
+        print_json({"equal": is_equal, "files": differences})
+    else:
+        print("\n".join(format_environments(arguments.a, arguments.b, differences)))
+    return 0 if is_equal else DIFFERENT
+
+
+# ---- titan run report
+
+
+def configure_report(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help=f"the HTML file to write (default: {DEFAULT_PAGE}; none with --json)",
+    )
+    parser.add_argument(
+        "--redact",
+        action="store_true",
+        help="leave out environment, paths, host names and log text",
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--every",
+        type=positive_number,
+        metavar="SECONDS",
+        help="write the page again until all runs have ended; it reloads itself in the browser",
+    )
+    add_json_flag(mode)
+    parser.epilog = (
+        "The page is one file that needs no network: goodput, curves with all events, attempts,\n"
+        "checkpoints, settings, warnings and the last error. Several runs are drawn together.\n"
+        "Reads files only, also of a damaged or a live run. --every ends when each run has an\n"
+        "exit.json, or with Ctrl-C. Needs the extra `report`; --json does not. Returns 2 if a\n"
+        "folder is not a run.\n\n"
+        "example: titan run report outputs -o report.html"
+    )
+
+
+def run_report(arguments: argparse.Namespace) -> int:
+    """Write the page or print the numbers. Returns the exit code."""
+    action = _print_numbers if arguments.json else _write_pages
+    try:
+        return catch_value_errors(lambda: action(arguments))
+    except KeyboardInterrupt:
+        return 0
+
+
+def _print_numbers(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.figures import require_bokeh
+    from torchtitan_like.report.history import read_histories
+    from torchtitan_like.report.summary import compare, summarize
+
+    page: Path | None = arguments.output
+    if page is not None:
+        require_bokeh()
+    histories = read_histories(arguments.runs, is_redacted=arguments.redact)
+    if page is not None:
+        _write_page(page, histories, is_redacted=arguments.redact)
+    numbers = [summarize(history) for history in histories]
+    print_json({"runs": numbers, "comparison": compare(histories)})
+    return 0
+
+
+def _write_pages(arguments: argparse.Namespace) -> int:
+    """Write the page once, or every some seconds until all runs have ended."""
+    from torchtitan_like.report.figures import require_bokeh
+    from torchtitan_like.report.history import read_histories
+    from torchtitan_like.report.status import has_ended
+    from torchtitan_like.util.units import format_bytes
+
+    require_bokeh()
+    page = arguments.output or DEFAULT_PAGE
+    is_first = True
+    while True:
+        is_last = arguments.every is None or all(map(has_ended, arguments.runs))
+        refresh_seconds = None if is_last else arguments.every
+        histories = read_histories(arguments.runs, is_redacted=arguments.redact)
+        num_bytes = _write_page(
+            page, histories, is_redacted=arguments.redact, refresh_seconds=refresh_seconds
+        )
+        if is_first or is_last:
+            print(f"Wrote {page} ({format_bytes(num_bytes)})", flush=True)
+        if is_last:
+            return 0
+        is_first = False
+        time.sleep(arguments.every)
+
+
+def _write_page(
+    page: Path,
+    histories: Sequence[History],
+    *,
+    is_redacted: bool,
+    refresh_seconds: float | None = None,
+) -> int:
+    """Replace the page. Returns its number of bytes."""
+    from torchtitan_like.report.page import render_page
+    from torchtitan_like.util.files import write_atomically
+
+    text = render_page(histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds)
+    html = text.encode(errors="replace")
+    write_atomically(page, html)
+    return len(html)
+
+
+# ---- titan run plot
+
+
+def configure_plot(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument(
+        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        dest="metrics",
+        metavar="KEY",
+        help="a key of metrics.jsonl, such as grad_norm or sources.web.loss; repeat it for several "
+        "charts (default: loss)",
+    )
+    parser.add_argument(
+        "--axis",
+        choices=("step", "tokens", "hours"),
+        default="step",
+        help="the horizontal axis (default: step)",
+    )
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        default=Path("plot.svg"),
+        help="the .svg or .png file to write (default: plot.svg)",
+    )
+    parser.epilog = (
+        "Several runs are drawn together. The chart of the loss also has its mean and the validation\n"
+        "losses. Reads files only, also of a damaged or a live run. The same rows give the same bytes\n"
+        "of an SVG file. Needs the extra `plot`. Returns 2 if a folder is not a run, or if no run has\n"
+        "the metric.\n\n"
+        "example: titan run plot outputs --metric loss -o loss.svg"
+    )
+
+
+def run_plot(arguments: argparse.Namespace) -> int:
+    """Write the picture. Returns the exit code."""
+    from torchtitan_like.util.pictures import check_picture
+
+    def action() -> int:
+        check_picture(arguments.output)
+        from torchtitan_like.report.history import read_histories
+        from torchtitan_like.report.plot import plot
+
+        histories = read_histories(arguments.runs, is_redacted=False)
+        for history in histories:
+            for problem in history.run.problems:
+                show_error(f"{history.run.name}: {problem}")
+        plot(histories, arguments.metrics or ["loss"], arguments.axis, arguments.output)
+        print(f"Wrote {arguments.output}")
+        return 0
+
+    return catch_value_errors(action)
+
+
+# ---- titan run replay
+
+
+def configure_replay(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.usage = "%(prog)s BUNDLE [OPTIONS] [--section.key VALUE ...]"
+    parser.add_argument(
+        "bundle",
+        type=Path,
+        metavar="BUNDLE",
+        help="attempts/<n>/bad-steps/step-<k>.json in the folder of a run",
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the result as JSON")
+    parser.add_argument("-h", "--help", action=HelpWithSettings)
+    parser.epilog = (
+        "Loads the checkpoint before the step, trains the steps between, and runs the step on\n"
+        "the same samples. Shows the first module with an inf or nan, and the parameters that\n"
+        "have one in gradient or value. Writes nothing into the run's folder. Type it in the\n"
+        "folder where the run was started: settings may contain relative paths. Model and\n"
+        "optimizer must fit into one process. Returns 0 if the numbers are reproduced, 1 if not,\n"
+        "78 if the bundle, a setting or the checkpoint cannot be used, and 74 if FILE cannot be\n"
+        "written.\n\n"
+        "example: titan run replay outputs/attempts/1/bad-steps/step-5.json"
+    )
+
+
+def run_replay(arguments: argparse.Namespace) -> int:
+    """Replay the step and print the result. Returns the exit code."""
+    from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.monitor.log import init_logger
+    from torchtitan_like.replay import BundleError, format_replay, is_reproduced, replay_bundle
+    from torchtitan_like.util.exit_codes import ExitCode
+    from torchtitan_like.util.jsonl import encode
+
+    init_logger()
+    try:
+        bundle, replay = replay_bundle(arguments.bundle, arguments.settings)
+    except (BundleError, ConfigError, CheckpointError, ChangedError, DataError) as error:
+        show_error(str(error))
+        return int(ExitCode.BAD_CONFIG)
+    print("\n".join(format_replay(bundle, replay)))
+    reproduced = is_reproduced(bundle, replay)
+    if arguments.out is not None:
+        try:
+            arguments.out.write_bytes(encode({**asdict(replay), "reproduced": reproduced}))
+        except OSError as error:
+            show_problem(error)
+            return int(ExitCode.STORAGE)
+    return 0 if reproduced else NOT_REPRODUCED
+
+
+# ---- titan run save
+
+
+def configure_save(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument(
+        "--export", action="store_true", help="write a Hugging Face export, not a checkpoint"
+    )
+    parser.epilog = (
+        "Creates the file of resilience.save_switch_path (SAVE), or EXPORT. The run removes it\n"
+        "and saves within its next steps. Returns 2 if the run has ended or checkpoints are\n"
+        "disabled.\n\n"
+        "example: titan run save outputs"
+    )
+
+
+def run_save(arguments: argparse.Namespace) -> int:
+    """Create the switch file. Returns the exit code."""
+    from torchtitan_like.report.requests import request_save
+
+    def action() -> int:
+        print(request_save(arguments.run, export=arguments.export))
+        return 0
+
+    return catch_value_errors(action)
+
+
+# ---- titan run stop
+
+
+def configure_stop(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument("--clear", action="store_true", help="allow runs in this folder again")
+    parser.epilog = (
+        "Creates the file of resilience.kill_switch_path (KILL). The run saves and ends with code\n"
+        "130 within its next steps. Queued jobs of this run end at once while the file exists.\n\n"
+        "example: titan run stop outputs"
+    )
+
+
+def run_stop(arguments: argparse.Namespace) -> int:
+    """Create or remove the kill switch. Returns the exit code."""
+    from torchtitan_like.report.requests import clear_stop, request_stop
+
+    def action() -> int:
+        print(clear_stop(arguments.run) if arguments.clear else request_stop(arguments.run))
+        return 0
+
+    return catch_value_errors(action)

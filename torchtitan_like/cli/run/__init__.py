@@ -1,1 +1,0 @@
-"""`titan run`: list, watch, report, compare, replay, save and stop runs."""

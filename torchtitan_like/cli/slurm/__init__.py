@@ -1,1 +1,0 @@
-"""`titan slurm`: run on Slurm."""
