@@ -22,7 +22,7 @@ import torch
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import join, read_config
+from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.models.balance_rules import METHODS
 from torchtitan_like.models.layers import balance, moe
 from torchtitan_like.resilience.position import RankPosition
@@ -79,11 +79,11 @@ def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, di
     with tempfile.TemporaryDirectory() as folder:
         argv = [f"--{key}={value}" for key, value in SETTINGS.items()]
         argv += [f"--job.dump_folder={folder}", f"--model.args.load_balance={method}", *settings]
-        config = read_config(argv, launched.world_size)
-        world = join(config, launched)
-        checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
-        starts = checkpointer.find_start(config.training.steps)
-        trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
+        run = read_run(argv, launched.world_size)
+        world = build_world(run, launched)
+        checkpointer = build_checkpointer(run, world)
+        starts = checkpointer.find_start(run.config.training.steps)
+        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
         saved = (moe.count_in_backward, moe.add_router_losses, moe.sample_fractions)
         backwards = [balance._CountInBackward.backward, balance._RouterLosses.backward]
         watch = Stopwatch()

@@ -53,13 +53,14 @@ from torchtitan_like.plan.clusters import (
     typical_cluster,
     with_mean_shares,
 )
-from torchtitan_like.plan.dry_run import DryRun, dims_of, ranks_of_stages, record_ranks
+from torchtitan_like.plan.dry_run import DryRun, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.resolved import resolve
 from torchtitan_like.util.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -251,7 +252,7 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
             raise KeyError("not recorded: run the command `record`")
         config = load(row, shape)
         num_ranks = world_size(row)
-        ranks = ranks_of_stages(dims_of(config, num_ranks))
+        ranks = ranks_of_stages(resolve(config, num_ranks).dims)
         start = time.monotonic()
         with code_of(row):
             recorded = record_ranks(config, num_ranks, ranks, num_steps=1)

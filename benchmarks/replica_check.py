@@ -20,7 +20,7 @@ import torch
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import join, read_config
+from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Requests
@@ -50,11 +50,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         settings += [f"--job.dump_folder={folder}"]
         settings += ["--checkpoint.no-enable", "--validation.no-enable"]
-        config = read_config(settings, launched.world_size)
-        world = join(config, launched)
-        checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
-        starts = checkpointer.find_start(config.training.steps)
-        trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
+        run = read_run(settings, launched.world_size)
+        world = build_world(run, launched)
+        checkpointer = build_checkpointer(run, world)
+        starts = checkpointer.find_start(run.config.training.steps)
+        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
 
         def step() -> None:
             number = trainer.progress.step + 1

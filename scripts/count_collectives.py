@@ -28,10 +28,10 @@ ROOT = Path(__file__).resolve().parents[1]
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import LaunchedAs, World
     from torchtitan_like.resilience.position import RankPosition
     from torchtitan_like.resilience.requests import Requests
+    from torchtitan_like.resolved import Run
     from torchtitan_like.util.exit_codes import ExitCode
 
 WORKER = "--worker"
@@ -141,24 +141,20 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
     return result, rows_of(log)
 
 
-def work(
-    config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition
-) -> ExitCode:
+def work(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run two training steps. Rank 0 writes the counts of all ranks in the second step."""
     from torchtitan_like.build import build_checkpointer
-    from torchtitan_like.launch import join
+    from torchtitan_like.launch import build_world
     from torchtitan_like.train import Trainer
 
-    world = join(config, launched)
+    world = build_world(run, launched)
     last_rows: list[Row] = []
-    with closing(
-        build_checkpointer(config.checkpoint, config.job, config.model, world)
-    ) as checkpointer:
+    with closing(build_checkpointer(run, world)) as checkpointer:
         trainer: Any = Trainer(
-            config,
+            run,
             world,
             checkpointer,
-            checkpointer.find_start(config.training.steps),
+            checkpointer.find_start(run.config.training.steps),
             requests,
             position,
         )
@@ -175,7 +171,7 @@ def work(
     of_ranks = world.step_group.gather_objects([vars(row) for row in last_rows])
     if world.rank == 0:
         lines = {"shape": world.dims.mesh_shape(), "ranks": of_ranks}
-        (Path(config.job.dump_folder) / "collectives.json").write_text(json.dumps(lines))
+        (Path(run.config.job.dump_folder) / "collectives.json").write_text(json.dumps(lines))
     world.leave()
     return code
 

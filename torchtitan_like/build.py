@@ -57,36 +57,22 @@ from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
-    from torchtitan_like.config.sections_run import Comm, FaultTolerance, Job
-    from torchtitan_like.config.sections_run import Metrics as MetricsSection
-    from torchtitan_like.config.sections_scale import ActivationCheckpoint, Checkpoint, Parallelism
-    from torchtitan_like.config.sections_training import (
-        EMA,
-        Data,
-        Loss,
-        LRScheduler,
-        Model,
-        Training,
-        Validation,
-    )
-    from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
-    from torchtitan_like.distributed.dims import ParallelDims
-    from torchtitan_like.models.spec import ModelSpec
+    from torchtitan_like.config.sections_scale import Parallelism
+    from torchtitan_like.config.sections_training import EMA, Model
+    from torchtitan_like.resolved import Run
 
 
 # ---- checkpointer
 
 
-def build_checkpointer(
-    checkpoint: Checkpoint, job: Job, model: Model, world: World
-) -> Checkpointer:
+def build_checkpointer(run: Run, world: World) -> Checkpointer:
     """Build the checkpointer of a run."""
     return Checkpointer(
-        checkpoint,
-        dump_folder=job.dump_folder,
+        run.config.checkpoint,
+        dump_folder=run.config.job.dump_folder,
         group=world.checkpoint_group,
         device=world.device,
-        identity=identify(model),
+        identity=identify(run.config.model),
     )
 
 
@@ -109,38 +95,6 @@ def identify(model: Model) -> Identity:
 
 
 @dataclass(frozen=True)
-class BatchGeometry:
-    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches.
-
-    num_data_ranks: of all replica groups.
-    """
-
-    local_batch_size: int
-    num_data_ranks: int
-    num_micro_batches: int
-
-    @property
-    def samples_per_rank(self) -> int:
-        return self.local_batch_size * self.num_micro_batches
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.samples_per_rank * self.num_data_ranks
-
-
-def batch_geometry(training: Training, dims: ParallelDims, num_groups: int) -> BatchGeometry:
-    """Compute the micro-batches of a step. Preflight has checked that the sizes divide.
-
-    num_groups: replica groups that share a step's samples.
-    """
-    num_data_ranks = dims.dp * num_groups
-    per_micro_batch = training.local_batch_size * num_data_ranks
-    wanted = training.global_batch_size
-    num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
-    return BatchGeometry(training.local_batch_size, num_data_ranks, num_micro_batches)
-
-
-@dataclass(frozen=True)
 class DataParts:
     """This data rank's share of all batches.
 
@@ -152,45 +106,32 @@ class DataParts:
     bytes_of_token: torch.Tensor
 
 
-def build_data(
-    training: Training,
-    validation: Validation,
-    data: Data,
-    *,
-    tokenizer_folder: str,
-    dump_folder: str,
-    model_args: Any,
-    world: World,
-    geometry: BatchGeometry,
-    seed: int,
-    replica_group: tuple[int, int],
-    settings: Settings,
-) -> DataParts:
+def build_data(run: Run, world: World, seed: int) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
-    settings: the config sections of user code.
     Raises DataMismatch on every rank if the ranks read different datasets.
     """
-    tokenizer = load_tokenizer(tokenizer_folder)
+    config = run.config
+    tokenizer = load_tokenizer(config.model.tokenizer_folder)
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
-        "dump_folder": dump_folder,
+        "dump_folder": config.job.dump_folder,
         "dp_rank": world.dims.dp_coordinate(world.rank),
         "dp_size": world.dims.dp,
-        "with_positions": needs_positions(model_args),
+        "with_positions": needs_positions(run.args),
         "group": world.step_group,
         "is_recorder": world.dims.counts_tokens(world.rank),
-        "settings": settings,
+        "settings": config.extra_sections,
     }
     batches = build_train_batches(
-        training,
-        data,
+        config.training,
+        config.data,
         seed=seed,
-        num_accumulation=geometry.num_micro_batches,
-        replica_group=replica_group,
+        num_accumulation=run.geometry.num_micro_batches,
+        replica_group=config.fault_tolerance.share,
         **shared,
     )
-    validation_sets = build_validation_sets(validation, data, **shared)
+    validation_sets = build_validation_sets(config.validation, config.data, **shared)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
     return DataParts(batches, validation_sets, torch.tensor(tokenizer.num_bytes()))
 
@@ -212,54 +153,39 @@ def model_sections(config: JobConfig) -> Sections:
     )
 
 
-def longest_sequence(training: Training, validation: Validation) -> int:
-    """Return the largest sequence length that the model computes."""
-    return max(training.seq_len, validation.seq_len if validation.enable else 0)
-
-
-def build_model(
-    sections: Sections,
-    loss: Loss,
-    world: World,
-    spec: ModelSpec,
-    args: Any,
-    *,
-    max_seq_len: int,
-    num_samples: int,
-    with_tokens: bool,
-    settings: Settings,
-) -> Built:
+def build_model(run: Run, world: World, *, with_tokens: bool) -> Built:
     """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
-    max_seq_len: of training and validation. num_samples: see `build_parts`. with_tokens: see
-    `chunked_cross_entropy`. settings: the config sections of user code.
+    with_tokens: see `chunked_cross_entropy`.
     """
+    config, spec, sections = run.config, run.spec, model_sections(run.config)
     shards = None
     if world.dims.tp > 1:
-        shards = VocabShards(world.group("tp"), spec.constraints(args)["vocab_size"])
+        shards = VocabShards(world.group("tp"), spec.constraints(run.args)["vocab_size"])
     head_loss = chunked_cross_entropy(
-        loss.chunk_mib,
+        config.loss.chunk_mib,
         compile_backend=sections.loss_backend,
         shards=shards,
-        gathers_logits=sections.parallelism.disable_loss_parallel,
+        gathers_logits=config.parallelism.disable_loss_parallel,
         with_tokens=with_tokens,
-        token_loss=_token_loss(loss.name, settings),
+        token_loss=_token_loss(config.loss.name, config.extra_sections),
     )
-    training = sections.training
+    training, num_samples = config.training, run.geometry.samples_per_rank
     kernels.select_backend(training.attention_backend)
     select_product(training.grouped_mm)
-    args = fit_positions(args, max_seq_len)
+    args = fit_positions(run.args, run.max_seq_len)
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
     dtype = DTYPES[training.mixed_precision_param]
     lines = [*built.lines, *describe_experts(built.parts, dtype)]
     return built._replace(lines=lines)
 
 
-def describe_attention(args: Any, training: Training, seq_len: int, device: torch.device) -> str:
-    """Return the log line on what computes the attention of a model with these sizes; or "".
+def describe_attention(run: Run, device: torch.device) -> str:
+    """Return the log line on what computes the attention of the model; or "".
 
     Raises ConfigError if the selected backend cannot.
     """
+    args, training = run.args, run.config.training
     attn_type = getattr(args, "attn_type", "")
     if not attn_type:
         return ""
@@ -267,7 +193,7 @@ def describe_attention(args: Any, training: Training, seq_len: int, device: torc
         return f"Attention: {attn_type}"
     heads = (args.n_heads, getattr(args, "n_kv_heads", None) or args.n_heads)
     dtype = DTYPES[training.mixed_precision_param]
-    backend = kernels.describe_backend(heads, seq_len, args.head_dim, dtype, device)
+    backend = kernels.describe_backend(heads, run.max_seq_len, args.head_dim, dtype, device)
     if not backend:
         expected = f"a backend for heads of {args.head_dim} elements in {dtype} on {device.type}"
         key, remedy = "training.attention_backend", 'set it to "auto"'
@@ -295,33 +221,24 @@ class OptimizerParts:
     after_update: Callable[[], None] | None
 
 
-def build_optimizer(
-    section: OptimizerSection,
-    lr_scheduler: LRScheduler,
-    parts: nn.ModuleList,
-    world: World,
-    spec: ModelSpec,
-    *,
-    total_steps: int,
-    sections: Sections,
-    seed: int,
-    settings: Settings,
-) -> OptimizerParts:
+def build_optimizer(run: Run, parts: nn.ModuleList, world: World, seed: int) -> OptimizerParts:
     """Build the optimizer over all parameters of this rank's parts, and its schedule."""
-    schedule = build_schedule(lr_scheduler, total_steps, settings)
+    config = run.config
+    settings = config.extra_sections
+    schedule = build_schedule(config.lr_scheduler, config.training.steps, settings)
     named = [named for part in parts for named in part.named_parameters()]
     surroundings = Surroundings(
-        spec.sharding,
+        run.spec.sharding,
         partial(MatrixOwners, group=world.all_ranks),
         local_positions,
-        torch.device("cpu") if sections.training.enable_cpu_offload else world.device,
+        torch.device("cpu") if config.training.enable_cpu_offload else world.device,
         seed,
         settings,
     )
-    optimizer = optimizers.build_optimizer(named, section, surroundings, world.all_ranks)
+    optimizer = optimizers.build_optimizer(named, config.optimizer, surroundings, world.all_ranks)
     after_update = None
-    if FLOAT8 in sections.converters:
-        after_update = after_optimizer_step(parts, sections.float8)
+    if FLOAT8 in config.model.converters:
+        after_update = after_optimizer_step(parts, config.quantize.linear.float8)
     return OptimizerParts(optimizer, schedule, after_update)
 
 
@@ -345,19 +262,17 @@ def build_balancer(
 # ---- replica groups
 
 
-def build_semi_sync_method(
-    section: FaultTolerance, optimizer: Optimizer, spec: ModelSpec, args: Any
-) -> Method | None:
+def build_semi_sync_method(run: Run, optimizer: Optimizer) -> Method | None:
     """Build the method that synchronizes replica groups; None if they do so at every step."""
+    section = run.config.fault_tolerance
     if not section.enable or section.semi_sync_method is None:
         return None
-    fragments = model_fragments(section, spec, args)
+    fragments = model_fragments(section, run.spec, run.args)
     return build_semi_sync(optimizer.named, section, fragments)
 
 
 def build_replica_groups(
-    section: FaultTolerance,
-    comm: Comm,
+    run: Run,
     world: World,
     state: SharedState,
     method: Method | None,
@@ -367,6 +282,7 @@ def build_replica_groups(
 
     identity: settings that must be equal in all groups, as JSON.
     """
+    section = run.config.fault_tolerance
     if not section.enable:
         return OneGroup()
     quorum = Quorum(
@@ -375,7 +291,7 @@ def build_replica_groups(
         world.step_group,
         min_size=section.min_replica_size,
         timeout=timedelta(milliseconds=section.process_group_timeout_ms),
-        patience=timedelta(seconds=comm.init_timeout_seconds),
+        patience=timedelta(seconds=run.config.comm.init_timeout_seconds),
     )
     digest = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) >> 1
     arguments = (section.replica_id, section.group_size, quorum, state, digest)
@@ -386,35 +302,31 @@ def build_replica_groups(
 
 
 def build_metrics(
-    section: MetricsSection,
-    activation_checkpoint: ActivationCheckpoint,
+    run: Run,
     world: World,
     attempt: Attempt,
     failures: WriteFailures,
     *,
-    flops_per_token: float,
-    flops_formula: str,
     sources: Sequence[str],
-    last_step: int,
     run_config: Mapping[str, object],
-    settings: Settings,
 ) -> Metrics:
     """Build the metrics of a run, and log the peak FLOP/s of the hardware. A collective.
 
-    run_config: the masked configuration, which W&B shows. settings: the config sections of user
-    code.
+    run_config: the masked configuration, which W&B shows.
     Raises the errors of observers on all ranks.
     """
+    config, section = run.config, run.config.metrics
     observers = Observers()
     if section.observers:
         world.step_group.run_on_leader(
-            lambda: observers.build(section.observers, attempt.run, settings)
+            lambda: observers.build(section.observers, attempt.run, config.extra_sections)
         )
     memory = build_memory_monitor(world.device)
+    flops_per_token = run.flops_per_token
     peak = log_hardware(
-        memory, world.device.type, section.peak_flops, flops_per_token, flops_formula
+        memory, world.device.type, section.peak_flops, flops_per_token, run.spec.flops_formula
     )
-    num_passes = 4 if activation_checkpoint.mode == "full" else 3
+    num_passes = 4 if config.activation_checkpoint.mode == "full" else 3
     throughput = ThroughputClock(
         TokenFlops(flops_per_token, peak, num_passes),
         num_devices=world.size,
@@ -428,5 +340,5 @@ def build_metrics(
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
         observers,
         log_freq=section.log_freq,
-        last_step=last_step,
+        last_step=config.training.steps,
     )

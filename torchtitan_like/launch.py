@@ -24,12 +24,10 @@ from torchtitan_like.data.batches.workers import describe_core_shortage
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
-from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.quorum import ReplicaGroupError
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
-from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
 from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
@@ -42,6 +40,7 @@ from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import StorageError, WriteFailures
@@ -75,26 +74,27 @@ CODES: dict[type[Exception], ExitCode] = {
 
 def main(argv: Sequence[str] | CommandLine) -> int:
     """Train with the settings of a command line; return the exit code."""
-    return launch(argv, run)
+    return launch(argv, run_job)
 
 
 def launch(
     argv: Sequence[str] | CommandLine,
-    run: Callable[[JobConfig, LaunchedAs, Requests, RankPosition], ExitCode],
+    job: Callable[[Run, LaunchedAs, Requests, RankPosition], ExitCode],
 ) -> int:
-    """Load the configuration and call `run`; return the exit code of this process.
+    """Resolve the configuration and call `job`; return the exit code of this process.
 
-    It is the code that `run` returns. Under torchrun it is 0 after an agreed end, and exit.json has
-    the code. After a crash it is 1. While `run` runs, signals are requests. A signal before the
+    It is the code that `job` returns. Under torchrun it is 0 after an agreed end, and exit.json has
+    the code. After a crash it is 1. While `job` runs, signals are requests. A signal before the
     first step ends the process with its code, without an agreement of the ranks.
     """
     init_logger()
     launched = launched_as()
     try:
-        config = read_config(argv, launched.world_size)
+        run = read_run(argv, launched.world_size)
     except ConfigError as error:
         _report_refusal(error, launched)
         return int(ExitCode.BAD_CONFIG)
+    config = run.config
     if config.job.print_config and launched.rank == 0:
         print(dump_toml(config))
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -102,7 +102,7 @@ def launch(
     position = RankPosition()
     with requests.listening():
         try:
-            code = run(config, launched, requests, position)
+            code = job(run, launched, requests, position)
         except Stopped as stopped:
             code = EXIT_CODES[stopped.request]
             logger.info(f"Training stopped: {code.reason}, before the first step")
@@ -120,23 +120,20 @@ def launch(
     return 0 if is_under_torchrun else int(code)
 
 
-def run(
-    config: JobConfig, launched: LaunchedAs, requests: Requests, position: RankPosition
-) -> ExitCode:
+def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run one training job from start to end.
 
     Maps the errors of `CODES` to exit codes. Any other exception is a crash.
     """
+    config = run.config
     logger.info(f"Starting job: {config.job.description}")
     if config.memory_estimation.enable or config.comm.mode != "default":
-        return dry_run(config, launched)
+        return log_memory_plan(config, launched)
     step, code, world, trainer = 0, ExitCode.DONE, None, None
     with ExitStack() as resources:
         try:
-            world = join(config, launched)
-            checkpointer = resources.enter_context(
-                closing(build_checkpointer(config.checkpoint, config.job, config.model, world))
-            )
+            world = build_world(run, launched)
+            checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
             starts = checkpointer.find_start(config.training.steps, dump_toml(config))
             step = starts[0].step
             if step >= config.training.steps:
@@ -150,7 +147,7 @@ def run(
                 code = ExitCode.INTERRUPTED
             else:
                 clock = resources.enter_context(StartClock(launched.rank == 0))
-                trainer = Trainer(config, world, checkpointer, starts, requests, position, clock)
+                trainer = Trainer(run, world, checkpointer, starts, requests, position, clock)
                 code = trainer.train()
         except LockedError:
             raise
@@ -182,7 +179,7 @@ def run(
     return code
 
 
-def dry_run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
+def log_memory_plan(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     """Log the memory that the configuration needs, on rank 0. Nothing is trained."""
     if launched.rank != 0:
         return ExitCode.DONE
@@ -200,22 +197,21 @@ def dry_run(config: JobConfig, launched: LaunchedAs) -> ExitCode:
 # ---- before the run
 
 
-def read_config(argv: Sequence[str] | CommandLine, world_size: int) -> JobConfig:
-    """Load and check the configuration. Raises ConfigError with all problems."""
+def read_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
+    """Load, check and resolve the configuration. Raises ConfigError with all problems."""
     config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
         logger.warning(str(warning))
-    spec = get_spec(config.model.name)
-    args = resolve_args(spec, config.model.flavor, config.model.args)
+    run = resolve(config, world_size)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     num_shards = world_size // config.parallelism.data_parallel_replicate_degree
-    if need := host_memory_need(config, spec.num_params(args), num_shards, num_ranks):
+    if need := host_memory_need(config, run.spec.num_params(run.args), num_shards, num_ranks):
         free = host_memory().available
         logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
     num_workers = config.training.dataloader.num_workers
     if shortage := describe_core_shortage(num_workers, num_ranks, num_cores()):
         logger.warning(shortage)
-    return config
+    return run
 
 
 def look_for_device(config: JobConfig) -> DeviceType:
@@ -238,34 +234,27 @@ def open_trainer(argv: list[str], group: dist.ProcessGroup | None = None) -> Ite
     launched = launched_as()
     if group is not None:
         launched = LaunchedAs(dist.get_rank(group), launched.local_rank, group.size())
-    config = read_config(argv, launched.world_size)
+    run = read_run(argv, launched.world_size)
+    config = run.config
     with ExitStack() as resources:
-        world = join(config, launched, group)
+        world = build_world(run, launched, group)
         resources.callback(world.leave)
-        checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
-        resources.enter_context(closing(checkpointer))
+        checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
         starts = checkpointer.find_start(config.training.steps, dump_toml(config))
-        trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
+        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
         resources.callback(trainer.close)
         yield trainer
 
 
-def join(config: JobConfig, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:
+def build_world(run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:
     """Create process groups and meshes. Raises ConfigError if the settings of ranks differ.
 
     group: see `join_world`.
     """
+    config, dims = run.config, run.dims
     for line in set_determinism(config.debug):  # NCCL reads its environment with the first group
         logger.info(line)
     set_up_recorder(config.comm, Path(config.job.dump_folder))
-    model = config.model
-    spec = get_spec(model.name)
-    dims, errors = resolve_degrees(
-        config.parallelism,
-        launched.world_size,
-        has_experts=has_experts(spec, resolve_args(spec, model.flavor, model.args)),
-    )
-    assert dims is not None, errors  # preflight has reported these
     seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
     world = join_world(
         launched,

@@ -26,12 +26,13 @@ from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
-from torchtitan_like.launch import join, read_config
+from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.resolved import Run
 from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
@@ -114,8 +115,8 @@ def replay_bundle(path: Path, settings: Sequence[str]) -> tuple[Bundle, Replay]:
     parents = path.absolute().parents
     run = parents[3] if len(parents) > 3 else Path()
     with tempfile.TemporaryDirectory() as folder:
-        config = replay_config(bundle, run, Path(folder), settings)
-        return bundle, replay_step(config, bundle)
+        alone = resolve_replay(bundle, run, Path(folder), settings)
+        return bundle, replay_step(alone, bundle)
 
 
 def read_bundle(path: Path) -> Bundle:
@@ -144,8 +145,8 @@ def read_bundle(path: Path) -> Bundle:
     return bundle
 
 
-def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[str]) -> JobConfig:
-    """Return the run's configuration for one process that starts from the bundle's checkpoint.
+def resolve_replay(bundle: Bundle, run: Path, folder: Path, settings: Sequence[str]) -> Run:
+    """Resolve the run's configuration for one process that starts from the bundle's checkpoint.
 
     folder: an empty folder, for job.dump_folder. Raises BundleError, ConfigError.
     """
@@ -184,7 +185,7 @@ def replay_config(bundle: Bundle, run: Path, folder: Path, settings: Sequence[st
     if config.data.cache_folder:
         argv += [f"--data.cache_folder={folder / 'token_cache'}"]
     _link_tokens(Path(config.data.cache_folder or run / "token_cache"), folder / "token_cache")
-    return read_config([*argv, *settings], 1)
+    return read_run([*argv, *settings], 1)
 
 
 def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) -> list[str]:
@@ -241,15 +242,13 @@ def _link_tokens(cache: Path, target: Path) -> None:
 # ---- the step
 
 
-def replay_step(config: JobConfig, bundle: Bundle) -> Replay:
+def replay_step(run: Run, bundle: Bundle) -> Replay:
     """Load the checkpoint, train the steps between, and run the step of the bundle."""
-    world = join(config, LaunchedAs(0, 0, 1))
+    world = build_world(run, LaunchedAs(0, 0, 1))
     try:
-        with closing(
-            build_checkpointer(config.checkpoint, config.job, config.model, world)
-        ) as checkpointer:
-            starts = checkpointer.find_start(config.training.steps)
-            trainer = Trainer(config, world, checkpointer, starts, Requests(), RankPosition())
+        with closing(build_checkpointer(run, world)) as checkpointer:
+            starts = checkpointer.find_start(run.config.training.steps)
+            trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
             try:
                 return _train_to(trainer, bundle["step"])
             finally:

@@ -36,8 +36,6 @@ from typing import Any
 import torch
 
 from torchtitan_like.build import (
-    BatchGeometry,
-    batch_geometry,
     build_balancer,
     build_data,
     build_ema,
@@ -47,8 +45,6 @@ from torchtitan_like.build import (
     build_replica_groups,
     build_semi_sync_method,
     describe_attention,
-    longest_sequence,
-    model_sections,
 )
 from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.changes import (
@@ -69,7 +65,7 @@ from torchtitan_like.checkpoint.stateful import (
     Stateful,
 )
 from torchtitan_like.checkpoint.torchtitan import check_data_choice
-from torchtitan_like.config import JobConfig, dump_toml
+from torchtitan_like.config import dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
     chain_digest,
@@ -95,7 +91,7 @@ from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
-from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
+from torchtitan_like.models.spec import describe_size
 from torchtitan_like.monitor.attempt import open_attempt
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
@@ -132,6 +128,7 @@ from torchtitan_like.resilience.requests import (
 from torchtitan_like.resilience.reruns import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.resolved import Run
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
@@ -162,7 +159,7 @@ class Trainer:
 
     def __init__(
         self,
-        config: JobConfig,
+        run: Run,
         world: World,
         checkpointer: Checkpointer,
         starts: list[Start],
@@ -176,20 +173,18 @@ class Trainer:
         """
         self.start_clock = StartClock(world.rank == 0) if start_clock is None else start_clock
         weights = "initialize the weights" if starts[0].kind == "scratch" else "load the weights"
+        config = run.config
         first_step = "compile and run step" if config.compile.enable else "run step"
         first_step += f" {starts[0].step + 1}"
         self.start_clock.plan("read the data", "build the model", weights, first_step)
         self.start_clock.begin("read the data")
+        self.run = run
         self.config = config
         self.world = world
         self.checkpointer = checkpointer
         self.requests = requests
         self.position = position
         self.is_leader = world.rank == 0
-        replica_group = config.fault_tolerance.share
-        self.geometry: BatchGeometry = batch_geometry(
-            config.training, world.dims, num_groups=replica_group[1]
-        )
 
         # Run directory and log file.
         self.failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
@@ -218,21 +213,7 @@ class Trainer:
         self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
         # Data. Check it against the checkpoint before building the model, which takes minutes.
-        self.spec = get_spec(config.model.name)
-        self.args = resolve_args(self.spec, config.model.flavor, config.model.args)
-        data = build_data(
-            config.training,
-            config.validation,
-            config.data,
-            tokenizer_folder=config.model.tokenizer_folder,
-            dump_folder=config.job.dump_folder,
-            model_args=self.args,
-            world=world,
-            geometry=self.geometry,
-            seed=self.seed,
-            replica_group=replica_group,
-            settings=config.extra_sections,
-        )
+        data = build_data(run, world, self.seed)
         self.batches = data.batches
         self.batches.is_interrupted = requests.has_stop
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
@@ -250,22 +231,11 @@ class Trainer:
         self.start_clock.begin("build the model")
         # Model: build it on meta, shard, materialize, then initialize it from the seed.
         name = f"{config.model.name} {config.model.flavor}"
-        logger.info(f"Building {name} with {self.args}")
-        logger.info(f"Model {name} size: {describe_size(self.spec, self.args)}")
-        sections = model_sections(config)
-        seq_len = longest_sequence(config.training, config.validation)
-        model = build_model(
-            sections,
-            config.loss,
-            world,
-            self.spec,
-            self.args,
-            max_seq_len=seq_len,
-            num_samples=self.geometry.samples_per_rank,
-            with_tokens=bool(self.batches.sources or self.validation_sets),
-            settings=config.extra_sections,
-        )
-        attention = describe_attention(self.args, config.training, seq_len, world.device)
+        logger.info(f"Building {name} with {run.args}")
+        logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
+        with_tokens = bool(self.batches.sources or self.validation_sets)
+        model = build_model(run, world, with_tokens=with_tokens)
+        attention = describe_attention(run, world.device)
         for line in [*model.lines, *([attention] if attention else [])]:
             logger.info(line)
         self.parts = model.parts
@@ -281,21 +251,11 @@ class Trainer:
         is_new = self.start.kind == "scratch" or self.start.upcycles
         if is_new or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
-                initialize(part, self.spec.init_table(self.args), self.seed)
+                initialize(part, run.spec.init_table(run.args), self.seed)
         self.gradient_sync = GradientSync(self.parts[0], world.dims)
 
         # Optimizer and schedule.
-        optimization = build_optimizer(
-            config.optimizer,
-            config.lr_scheduler,
-            self.parts,
-            world,
-            self.spec,
-            total_steps=config.training.steps,
-            sections=sections,
-            seed=self.seed,
-            settings=config.extra_sections,
-        )
+        optimization = build_optimizer(run, self.parts, world, self.seed)
         self.optimizer = optimization.optimizer
         for line in self.optimizer.describe():
             logger.info(line)
@@ -311,12 +271,9 @@ class Trainer:
             choose_in_turn(self.parts)
 
         # Other replica groups.
-        self.semi_sync = build_semi_sync_method(
-            config.fault_tolerance, self.optimizer, self.spec, self.args
-        )
+        self.semi_sync = build_semi_sync_method(run, self.optimizer)
         self.groups = build_replica_groups(
-            config.fault_tolerance,
-            config.comm,
+            run,
             world,
             SharedState(self._shared_tensors, self._shared_text, self._restore_shared),
             self.semi_sync,
@@ -324,19 +281,13 @@ class Trainer:
         )
 
         # Metrics and the reasons to stop.
-        flops_per_token = self.spec.flops_per_token(self.args, config.training.seq_len)
         self.metrics = build_metrics(
-            config.metrics,
-            config.activation_checkpoint,
+            run,
             world,
             self.attempt,
             self.failures,
-            flops_per_token=flops_per_token,
-            flops_formula=self.spec.flops_formula,
             sources=self.batches.sources,
-            last_step=config.training.steps,
             run_config=masked_config,
-            settings=config.extra_sections,
         )
         self.replicas = Replicas(
             config.resilience.replica_check_freq, world, self._replicated(), self.start.step
@@ -435,7 +386,7 @@ class Trainer:
         if start.kind != "resume" or "config" not in stored:
             return differences
         check_extensions(stored, self.config.checkpoint.allow_change)
-        resolved = {"global_batch_size": self.geometry.global_batch_size}
+        resolved = {"global_batch_size": self.run.geometry.global_batch_size}
         changes = diff_settings(stored["config"], self.config.model_dump(), stored, resolved)
         if note := check_changes(changes):
             logger.info(note)
@@ -523,8 +474,8 @@ class Trainer:
         return [
             self.seed,
             self.batches.fingerprint,
-            asdict(self.geometry),
-            repr(self.args),
+            asdict(self.run.geometry),
+            repr(self.run.args),
             [training.steps, training.max_norm, training.seq_len],
             sections,
             repr(self.config.extra_sections),
@@ -672,7 +623,7 @@ class Trainer:
 
     def _log_geometry(self) -> None:
         """Log the sizes of a step."""
-        training, geometry = self.config.training, self.geometry
+        training, geometry = self.config.training, self.run.geometry
         num_tokens = geometry.global_batch_size * training.seq_len
         logger.info(
             f"Trainer is initialized with local batch size {training.local_batch_size}, "
@@ -1043,7 +994,7 @@ class Trainer:
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {
                 "seed": self.seed,
-                "global_batch_size": self.geometry.global_batch_size,
+                "global_batch_size": self.run.geometry.global_batch_size,
                 "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
                 "data": self._data_state(),

@@ -22,7 +22,7 @@ from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs, build_mesh
-from torchtitan_like.launch import join, read_config
+from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
@@ -128,18 +128,18 @@ def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str,
 
 
 def build(argv: list[str]) -> Trainer:
-    """Build the trainer of this pool rank, like `launch.run`."""
+    """Build the trainer of this pool rank, like `launch.run_job`."""
     torch._dynamo.reset()  # a fresh process has no compiled code either
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    config = read_config(argv, world_size)
-    world = join(config, LaunchedAs(rank, rank, world_size))
-    checkpointer = build_checkpointer(config.checkpoint, config.job, config.model, world)
+    run = read_run(argv, world_size)
+    world = build_world(run, LaunchedAs(rank, rank, world_size))
+    checkpointer = build_checkpointer(run, world)
     try:
         return Trainer(
-            config,
+            run,
             world,
             checkpointer,
-            checkpointer.find_start(config.training.steps),
+            checkpointer.find_start(run.config.training.steps),
             Requests(),
             RankPosition(),
         )
@@ -149,7 +149,7 @@ def build(argv: list[str]) -> Trainer:
 
 
 def release(trainer: Trainer) -> None:
-    """Close the trainer, like `launch.run`."""
+    """Close the trainer, like `launch.run_job`."""
     trainer.close()
     trainer.checkpointer.close()
     trainer.world.leave()

@@ -15,8 +15,7 @@ from tests.harness.rank_pool import run_in_new_processes, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
-from torchtitan_like.launch import read_config
-from torchtitan_like.launch import run as run_trainer
+from torchtitan_like.launch import read_run, run_job
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.util.exit_codes import ExitCode
@@ -257,7 +256,7 @@ def start_with_read_error(argv):
 
 
 def run_one_rank(argv):
-    return run_trainer(read_config(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
+    return run_job(read_run(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
 
 
 def run_and_check_exit_file(argv):

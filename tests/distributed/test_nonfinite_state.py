@@ -7,7 +7,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import read_config, run
+from torchtitan_like.launch import read_run, run_job
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
@@ -33,7 +33,7 @@ def run_with_nan_state(argv, name, step):
 
     Trainer.train_step = train_step
     try:
-        code = run(read_config(argv, launched.world_size), launched, Requests(), RankPosition())
+        code = run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
         return code, starts.pop()
     finally:
         Trainer.train_step = plain

@@ -10,7 +10,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import read_config, run
+from torchtitan_like.launch import read_run, run_job
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer
@@ -39,7 +39,7 @@ def run_with_flipped_bit(argv, flips, stops=False):
 
     Trainer.train_step = train_step
     try:
-        return run(read_config(argv, launched.world_size), launched, requests, RankPosition())
+        return run_job(read_run(argv, launched.world_size), launched, requests, RankPosition())
     finally:
         Trainer.train_step = plain
 

@@ -14,7 +14,7 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import main, read_config, run
+from torchtitan_like.launch import main, read_run, run_job
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.train import Trainer
@@ -27,7 +27,7 @@ TWO_RANKS = {"training.local_batch_size": 4}
 def run_one_rank(argv):
     """Run on this rank of a pool."""
     launched = launched_as()
-    return run(read_config(argv, launched.world_size), launched, Requests(), RankPosition())
+    return run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
 
 
 def test_validation_runs_after_step_1_periodically_and_at_the_end(tmp_path):

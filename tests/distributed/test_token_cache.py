@@ -30,7 +30,7 @@ from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens import build_once, token_cache
 from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
-from torchtitan_like.launch import CODES, read_config, run
+from torchtitan_like.launch import CODES, read_run, run_job
 from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.util.exit_codes import ExitCode
@@ -263,7 +263,7 @@ def train(argv: list[str]) -> tuple[int, str]:
     logging.getLogger().addHandler(handler)
     try:
         launched = launched_as()
-        code = run(read_config(argv, launched.world_size), launched, Requests(), RankPosition())
+        code = run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
         return int(code), "\n".join(handler.lines)
     finally:
         logging.getLogger().removeHandler(handler)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from torchtitan_like import launch
-from torchtitan_like.launch import look_for_device, read_config
+from torchtitan_like.launch import look_for_device, read_run
 from torchtitan_like.preflight import load_checked
 
 
@@ -37,7 +37,7 @@ def test_a_run_on_one_core_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
-    read_config(["--training.dataloader.num_workers", "0"], 1)
+    read_run(["--training.dataloader.num_workers", "0"], 1)
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
 
 

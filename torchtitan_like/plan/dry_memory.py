@@ -9,7 +9,6 @@ from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
 from torchtitan_like.plan.dry_run import (
     DryRun,
-    dims_of,
     options_of,
     ranks_of_stages,
     record_ranks,
@@ -17,6 +16,7 @@ from torchtitan_like.plan.dry_run import (
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
 from torchtitan_like.plan.progress import Progress
+from torchtitan_like.resolved import resolve
 
 
 def plan_memory(config: JobConfig, world_size: int, gpu: Gpu) -> list[RankMemory]:
@@ -44,7 +44,7 @@ def dry_runs(
 
     Raises RuntimeError if the configuration does not train.
     """
-    ranks = ranks_of_stages(dims_of(config, world_size))
+    ranks = ranks_of_stages(resolve(config, world_size).dims)
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
     runs = record_ranks(config, world_size, chosen, progress=progress, **options_of(gpu))
     return list(runs.values())

@@ -16,24 +16,21 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_like.build import (
-    BatchGeometry,
-    batch_geometry,
     build_balancer,
     build_ema,
     build_model,
     build_optimizer,
-    longest_sequence,
     model_sections,
 )
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.data_parallel import GradientSync
-from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
+from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
-from torchtitan_like.models.spec import get_spec, has_experts, needs_positions, resolve_args
+from torchtitan_like.models.spec import has_experts, needs_positions
 from torchtitan_like.optim.balancing import describe_layers
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer, kept_bytes
@@ -48,6 +45,7 @@ from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.progress import Progress
 from torchtitan_like.plan.record import Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
+from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.plan_file import ModuleBytes
 from torchtitan_like.util.units import MIB
@@ -61,16 +59,6 @@ class DryRun:
     dims: ParallelDims
     recording: Recording
     modules: ModuleBytes
-
-
-def dims_of(config: JobConfig, world_size: int) -> ParallelDims:
-    """Return the degrees of a configuration that preflight has checked."""
-    model = config.model
-    spec = get_spec(model.name)
-    is_moe = has_experts(spec, resolve_args(spec, model.flavor, model.args))
-    dims, errors = resolve_degrees(config.parallelism, world_size, has_experts=is_moe)
-    assert dims is not None, errors
-    return dims
 
 
 def ranks_of_stages(dims: ParallelDims) -> list[int]:
@@ -94,15 +82,15 @@ def record_rank(
     device_type: "dryrun" takes the code paths of a GPU, "cpu" those of a CPU rank.
     matmul_workspace: see `Recorder`.
     """
-    config = _as_dry_run(config)
-    dims = dims_of(config, world_size)
+    run = resolve(_as_dry_run(config), world_size)
+    dims = run.dims
     recorder = Recorder(device_type, matmul_workspace)
     device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)
-    sections = model_sections(config)
+    sections = model_sections(run.config)
     with faking(recorder) as fake:
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
         recorder.name_dimensions(world.groups)
-        modules = _record_steps(config, world, recorder, num_steps)
+        modules = _record_steps(run, world, recorder, num_steps)
     return DryRun(rank, dims, recorder.recording, modules)
 
 
@@ -124,29 +112,13 @@ def _as_dry_run(config: JobConfig) -> JobConfig:
     )
 
 
-def _record_steps(
-    config: JobConfig, world: World, recorder: Recorder, num_steps: int
-) -> ModuleBytes:
+def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) -> ModuleBytes:
     """Record the steps. Returns the bytes that stay in memory between them."""
-    spec = get_spec(config.model.name)
-    args = resolve_args(spec, config.model.flavor, config.model.args)
-    geometry = batch_geometry(
-        config.training, world.dims, num_groups=config.fault_tolerance.share[1]
-    )
-    sections = model_sections(config)
+    config, spec, args = run.config, run.spec, run.args
     num_sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
     with recorder.allocating("parameters"):
-        model = build_model(
-            sections,
-            config.loss,
-            world,
-            spec,
-            args,
-            max_seq_len=longest_sequence(config.training, config.validation),
-            num_samples=geometry.samples_per_rank,
-            with_tokens=num_sources > 0 or config.validation.enable,
-            settings=config.extra_sections,
-        )
+        with_tokens = num_sources > 0 or config.validation.enable
+        model = build_model(run, world, with_tokens=with_tokens)
     if model.offload is not None:
         model.offload.checks_memory = False  # of the host of the run, not of this one
     for part in model.parts:
@@ -159,17 +131,7 @@ def _record_steps(
         with torch.device("meta"):  # pipeline ranks gather the experts' layers of all stages
             layers_of_others = describe_layers([spec.build(args)])
     with world.allocating(), recorder.allocating("optimizer"):
-        optimization = build_optimizer(
-            config.optimizer,
-            config.lr_scheduler,
-            model.parts,
-            world,
-            spec,
-            total_steps=config.training.steps,
-            sections=sections,
-            seed=0,
-            settings=config.extra_sections,
-        )
+        optimization = build_optimizer(run, model.parts, world, seed=0)
         ema = build_ema(config.ema, optimization.optimizer)
         with step_group.gathering_from_others(layers_of_others):
             balancer = build_balancer(model.parts, world, config.parallelism)
@@ -206,9 +168,9 @@ def _record_steps(
     with world.allocating(), recorder.following(model.parts, spec.last_modules[-1:]):
         for step in range(1, num_steps + 1):
             recorder.num_muted += 1  # the data loader's memory is the host's
-            batch = _batch(config, geometry, with_positions=needs_positions(args))
+            batch = _batch(run, with_positions=needs_positions(args))
             recorder.num_muted -= 1
-            num_tokens = geometry.global_batch_size * config.training.seq_len
+            num_tokens = run.geometry.global_batch_size * config.training.seq_len
             runner.compute_gradients(step, batch, num_tokens, num_tokens=num_tokens)
             runner.update(num_tokens, is_logged=True)
             gate.record(step)
@@ -248,10 +210,11 @@ def _record_average(ema: AveragedWeights, recorder: Recorder) -> None:
     ema.update = average_and_record  # type: ignore[method-assign]
 
 
-def _batch(config: JobConfig, geometry: BatchGeometry, *, with_positions: bool) -> Batch:
+def _batch(run: Run, *, with_positions: bool) -> Batch:
     """Return a batch without values, in the shape of a step's."""
+    geometry = run.geometry
     rows = geometry.num_micro_batches, geometry.local_batch_size
-    tokens = torch.zeros(*rows, config.training.seq_len, dtype=torch.int64)
+    tokens = torch.zeros(*rows, run.config.training.seq_len, dtype=torch.int64)
     return Batch(
         tokens=tokens,
         labels=torch.zeros_like(tokens),

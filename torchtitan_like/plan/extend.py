@@ -24,12 +24,13 @@ from torchtitan_like.distributed.schedule_view import Action, order_of, refusal
 from torchtitan_like.distributed.stages import SCHEDULES
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_memory import memory_of_all
-from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, options_of, ranks_of_stages
+from torchtitan_like.plan.dry_run import DryRun, Job, options_of, ranks_of_stages
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, with_settings
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
+from torchtitan_like.resolved import resolve
 from torchtitan_like.util.units import GIB
 
 # Layers of each stage at the two depths.
@@ -103,7 +104,7 @@ def jobs_of(layout: Layout, space: Space, depth: Depth, gpu: Gpu, num_steps: int
             },
         )
     options = {**options_of(gpu), "num_steps": num_steps}
-    dims = dims_of(config, space.world_size)
+    dims = resolve(config, space.world_size).dims
     return [Job(config, space.world_size, rank, options) for rank in ranks_to_run(dims, layout)]
 
 

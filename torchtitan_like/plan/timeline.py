@@ -10,18 +10,16 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
-from torchtitan_like.build import batch_geometry
 from torchtitan_like.config import JobConfig
-from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action, Order, schedule
-from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.durations import collective_seconds, durations, is_message, mfu_peak
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import COMPUTE, Recording, WorkItem
+from torchtitan_like.resolved import resolve
 
 Part = Literal[
     "matrix products",
@@ -119,14 +117,16 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
     total = ends[slowest]
     parts = plays[slowest].parts.copy()
     parts["bubble"] = total - plays[slowest].seconds
-    tokens = _tokens_per_gpu(config, dims) / total
+    run = resolve(config, dims.world_size)
+    num_gpus = dims.world_size * config.fault_tolerance.share[1]
+    tokens = run.geometry.global_batch_size * config.training.seq_len / num_gpus / total
     return StepTime(
         seconds=total,
         parts={part: parts[part] for part in PARTS if parts.get(part, 0) > 0},
         tokens_per_second=tokens,
         mfu=100
         * tokens
-        * _flops_per_token(config)
+        * run.flops_per_token
         / mfu_peak(config.training.mixed_precision_param, gpu),
         error_percent=cluster.error_percent,
         rank=runs[slowest].rank,
@@ -155,19 +155,6 @@ def in_turn(recording: Recording) -> Recording:
     played = copy(recording)
     played.work = [item._replace(stream=COMPUTE, is_async=False) for item in recording.work]
     return played
-
-
-def _tokens_per_gpu(config: JobConfig, dims: ParallelDims) -> float:
-    """Return the tokens of a step divided by the GPUs that share it."""
-    geometry = batch_geometry(config.training, dims, num_groups=config.fault_tolerance.share[1])
-    tokens = geometry.global_batch_size * config.training.seq_len
-    return tokens / (dims.world_size * config.fault_tolerance.share[1])
-
-
-def _flops_per_token(config: JobConfig) -> float:
-    spec = get_spec(config.model.name)
-    args: Any = resolve_args(spec, config.model.flavor, config.model.args)
-    return spec.flops_per_token(args, config.training.seq_len)
 
 
 # ---- one rank

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.plan.clusters import load_cluster
-from torchtitan_like.plan.dry_run import DryRun, Job, dims_of, ranks_of_stages, record_jobs
+from torchtitan_like.plan.dry_run import DryRun, Job, ranks_of_stages, record_jobs
 from torchtitan_like.plan.extend import (
     Depth,
     all_jobs,
@@ -26,6 +26,7 @@ from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.search import space_of
 from torchtitan_like.plan.timeline import step_time
 from torchtitan_like.preflight import load_checked
+from torchtitan_like.resolved import resolve
 from torchtitan_like.util.units import MIB
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
@@ -96,7 +97,7 @@ def test_ranks_have_the_first_a_middle_and_the_last_stage() -> None:
     given = space(12)
     layout = replace(PIPELINE, pp=4)
     config = apply(layout, replace(given, world_size=8))
-    dims = dims_of(config, 8)
+    dims = resolve(config, 8).dims
     assert ranks_to_run(dims, layout) == [0, 2, 6]
     interleaved = replace(layout, pipeline=Pipeline("Interleaved1F1B", 2))
     assert ranks_to_run(dims, interleaved) == [0, 6]
@@ -122,7 +123,7 @@ def compare(layout: Layout, layers: int) -> None:
 
     config = apply(layout, given)
     options = {"matmul_workspace": round(GPU.cublas_workspace_mib * MIB)}
-    ranks = ranks_of_stages(dims_of(config, 2))
+    ranks = ranks_of_stages(resolve(config, 2).dims)
     whole = run([Job(config, 2, rank, options) for rank in ranks])
     time = step_time(whole, config, GPU, CLUSTER)
     assert not extended.is_full

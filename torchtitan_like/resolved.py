@@ -1,0 +1,72 @@
+"""`Run`: what a start resolves once from its checked configuration. Without torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
+from torchtitan_like.models.spec import ModelSpec, get_spec, has_experts, resolve_args
+
+if TYPE_CHECKING:
+    from torchtitan_like.config import JobConfig
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches.
+
+    num_data_ranks: of all replica groups.
+    """
+
+    local_batch_size: int
+    num_data_ranks: int
+    num_micro_batches: int
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.local_batch_size * self.num_micro_batches
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.samples_per_rank * self.num_data_ranks
+
+
+@dataclass(frozen=True)
+class Run:
+    """A checked configuration with its model and its layout.
+
+    spec, args: the model and its sizes. dims: the sizes of the mesh. geometry: samples of a step.
+    """
+
+    config: JobConfig
+    spec: ModelSpec
+    args: Any
+    dims: ParallelDims
+    geometry: BatchGeometry
+
+    @property
+    def max_seq_len(self) -> int:
+        """The largest sequence length that the model computes, in training and validation."""
+        training, validation = self.config.training, self.config.validation
+        return max(training.seq_len, validation.seq_len if validation.enable else 0)
+
+    @property
+    def flops_per_token(self) -> float:
+        return self.spec.flops_per_token(self.args, self.config.training.seq_len)
+
+
+def resolve(config: JobConfig, world_size: int) -> Run:
+    """Resolve a configuration that `check` has accepted for this number of ranks."""
+    spec = get_spec(config.model.name)
+    args = resolve_args(spec, config.model.flavor, config.model.args)
+    is_moe = has_experts(spec, args)
+    dims, errors = resolve_degrees(config.parallelism, world_size, has_experts=is_moe)
+    assert dims is not None, errors  # `check` has reported these
+    training = config.training
+    num_data_ranks = dims.dp * config.fault_tolerance.share[1]
+    per_micro_batch = training.local_batch_size * num_data_ranks
+    wanted = training.global_batch_size
+    num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
+    geometry = BatchGeometry(training.local_batch_size, num_data_ranks, num_micro_batches)
+    return Run(config, spec, args, dims, geometry)
