@@ -87,6 +87,26 @@ def test_full_recomputation_increases_hfu_by_a_third() -> None:
     assert flops.hfu(1e9, 1000, None) is None
 
 
+def test_estimate_in_tflops_per_device() -> None:
+    # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices; with 3 and 4 passes
+    expected = 8 * 3 * 2 * 4096 * 2048 / (40 * 256 * 1e3)
+    assert (
+        flops.estimate_tflops(8, 3, 4096, 2048, 40, 256)
+        == pytest.approx(expected)
+        == pytest.approx(39.32, abs=0.01)
+    )
+    assert flops.estimate_tflops(8, 4, 4096, 2048, 40, 256) == pytest.approx(expected * 4 / 3)
+
+
+def test_forward_flops_per_layer() -> None:
+    batch, seq, dim = 2, 8, 16
+    attention_projections = 2 * batch * seq * dim * (4 * dim)  # q, k, v, o
+    mlp_projections = 2 * batch * seq * dim * (8 * dim)  # two of size 4 * dim
+    attention = 2 * 2 * batch * seq * seq * dim  # scores, and scores times values
+    expected = attention_projections + mlp_projections + attention
+    assert flops.forward_flops_per_layer(batch, seq, dim) == expected
+
+
 @pytest.mark.parametrize(
     ("name", "term"),
     [
