@@ -171,7 +171,7 @@ PLAN = (
 COMMANDS = (
     Command("train", "Train", "train a model", "train", takes_settings=True),
     Command(
-        "check", "Train", "check a configuration without training", "check", takes_settings=True
+        "check", "Train", "check a configuration without training", "train", takes_settings=True
     ),
     Command(
         "plan",
@@ -184,9 +184,7 @@ COMMANDS = (
     Command(
         "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
     ),
-    Command(
-        "download", "Data and models", "download a model from the Hugging Face Hub", "download"
-    ),
+    Command("download", "Data and models", "download a model from the Hugging Face Hub", "use"),
     Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command("node", "Machines", "check machines and measure their network", verbs=NODE),
     Command("lighthouse", "Machines", "track which replica groups are alive", "node"),
@@ -197,10 +195,8 @@ COMMANDS = (
         "list, verify, compare, convert or export checkpoints",
         verbs=CKPT,
     ),
-    Command(
-        "generate", "Checkpoints", "continue prompts with the model of a checkpoint", "generate"
-    ),
-    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "eval"),
+    Command("generate", "Checkpoints", "continue prompts with the model of a checkpoint", "use"),
+    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "use"),
 )
 
 

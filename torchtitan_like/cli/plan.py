@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.cli.common import (
     FAILED,
+    HelpWithSettings,
     add_json_flag,
     catch_value_errors,
     end_rank,
@@ -20,8 +21,8 @@ from torchtitan_like.cli.common import (
     positive_number,
     print_json,
     show_problem,
+    with_config,
 )
-from torchtitan_like.cli.settings import HelpWithSettings, with_config
 from torchtitan_like.plan.clusters import (
     DEFAULT_CLUSTER,
     Cluster,

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
+    HelpWithSettings,
     add_json_flag,
     catch_value_errors,
     positive_number,
     print_json,
     show_problem,
 )
-from torchtitan_like.cli.settings import HelpWithSettings
 from torchtitan_like.util.output import show_error
 
 if TYPE_CHECKING:

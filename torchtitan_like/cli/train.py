@@ -1,14 +1,21 @@
-"""`titan train`: train on this machine, in one process or under torchrun."""
+"""`titan train` and `titan check`: train, or only check a configuration."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
 
-from torchtitan_like.cli.settings import HelpWithSettings, with_config
+from torchtitan_like.cli.common import HelpWithSettings, with_config
 from torchtitan_like.launcher.options import OPTIONS
 
 DEFAULT_CONFIG = "debug_model.toml"
+DOES_NOT_FIT = 1
+
+
+# ---- titan train
 
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
@@ -45,3 +52,96 @@ def run_train(arguments: argparse.Namespace) -> int:
     settings = with_config(config, arguments.settings, show)
     options = {option.key: getattr(arguments, option.key) for option in OPTIONS}
     return launch(options, settings, arguments.words)
+
+
+# ---- titan check
+
+
+def configure_check(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file")
+    parser.add_argument("--world-size", metavar="N", help="also check the layout on N ranks")
+    parser.add_argument(
+        "--training",
+        action="store_true",
+        help="check as training does: files must exist and features must be available",
+    )
+    parser.add_argument(
+        "--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device"
+    )
+    parser.add_argument(
+        "--plan",
+        metavar="GPU",
+        help="also dry-run the configuration on this GPU, see titan plan (needs --world-size)",
+    )
+    parser.add_argument("-h", "--help", action=HelpWithSettings)
+    parser.epilog = (
+        "Prints the configuration as TOML, unless into a terminal, and warnings on stderr, and\n"
+        "returns 0;\n"
+        "or prints every problem on stderr and returns 78.\n"
+        "With --plan: also prints on stderr whether it fits on the GPU, or up to three changes with\n"
+        "which it fits, the cheapest first. Returns 1 if it does not fit.\n\n"
+        "example: titan check debug_model.toml --world-size 2 --training.steps 100"
+    )
+
+
+def run_check(arguments: argparse.Namespace) -> int:
+    """Check the configuration. Returns the exit code."""
+    from torchtitan_like.config import ConfigError, Problem, dump_toml
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.util.output import show_error
+
+    world_size = arguments.world_size
+    problems = []
+    if world_size is not None and not (world_size.isdecimal() and int(world_size) > 0):
+        problems.append(
+            Problem("--world-size", world_size, "an integer > 0", origin="command line")
+        )
+    if arguments.device_type not in (None, "cpu", "cuda"):
+        expected = '"cpu" or "cuda"'
+        problems.append(
+            Problem("--device-type", arguments.device_type, expected, origin="command line")
+        )
+    gpu = None
+    if arguments.plan is not None:
+        from torchtitan_like.plan.gpus import load_gpu
+
+        try:
+            gpu = load_gpu(arguments.plan)
+        except ValueError as error:
+            problems.append(Problem("--plan", arguments.plan, str(error), origin="command line"))
+        if world_size is None:
+            expected = "--world-size N next to it"
+            problems.append(Problem("--plan", arguments.plan, expected, origin="command line"))
+    settings = with_config(arguments.config, arguments.settings, show_error)
+    try:
+        if problems:
+            raise ConfigError(problems)
+        # The ranks of `titan train` and torchrun find the modules of experimental.custom_import in
+        # the current folder. Such a module may print.
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+            config, warnings = load_checked(
+                settings,
+                None if world_size is None else int(world_size),
+                training=arguments.training,
+                device_type=arguments.device_type,
+            )
+    except ConfigError as error:
+        show_error(str(error))
+        return os.EX_CONFIG
+    # In a terminal, some hundred lines would hide the warnings.
+    if sys.stdout.isatty():
+        print("The configuration has no errors. To see it as TOML, redirect the output: > FILE")
+    else:
+        sys.stdout.write(dump_toml(config))
+    if warnings:
+        show_error(report(warnings))
+    if gpu is None:
+        return os.EX_OK
+    from torchtitan_like.plan.changes import check_fit
+
+    is_fitting, lines = check_fit(settings, config, int(world_size), gpu)
+    show_error("\n".join(lines))
+    return os.EX_OK if is_fitting else DOES_NOT_FIT

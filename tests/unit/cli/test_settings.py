@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.cli.settings import with_config
+from torchtitan_like.cli.common import with_config
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
 BUNDLED = str(TRAIN_CONFIGS / "debug_model.toml")
