@@ -67,28 +67,15 @@ CKPT = (
     Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt"),
     Command("ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt"),
     Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt"),
-    Command(
-        "ckpt consolidate",
-        "Convert",
-        "merge safetensors shards into whole files",
-        "ckpt",
-    ),
+    Command("ckpt consolidate", "Convert", "merge safetensors shards into whole files", "ckpt"),
     Command("ckpt interval", "Plan", "find the best interval between checkpoints", "ckpt"),
 )
 
 DATA = (
     Command(
-        "data tokenize",
-        "Prepare",
-        "tokenize a corpus into a folder that runs train on",
-        "data",
+        "data tokenize", "Prepare", "tokenize a corpus into a folder that runs train on", "data"
     ),
-    Command(
-        "data train-tokenizer",
-        "Prepare",
-        "train a byte-level BPE tokenizer",
-        "data",
-    ),
+    Command("data train-tokenizer", "Prepare", "train a byte-level BPE tokenizer", "data"),
     Command(
         "data tiny",
         "Prepare",
@@ -105,14 +92,10 @@ DATA = (
     ),
 )
 
-
 RUN = (
     Command("run ls", "Inspect", "list runs, their state and progress", "run"),
     Command(
-        "run watch",
-        "Inspect",
-        "show the progress of a run and the position of its ranks",
-        "run",
+        "run watch", "Inspect", "show the progress of a run and the position of its ranks", "run"
     ),
     Command("run compare", "Inspect", "find the first step at which two runs differ", "run"),
     Command("run report", "Inspect", "write a page about one or several runs", "run"),
@@ -169,34 +152,27 @@ PLAN = (
 
 # In the order of `titan --help`.
 COMMANDS = (
-    Command("train", "Train", "train a model", "train", takes_settings=True),
+    Command("train", "Start", "train a model", "train", takes_settings=True),
     Command(
-        "check", "Train", "check a configuration without training", "train", takes_settings=True
+        "check", "Start", "check a configuration without training", "train", takes_settings=True
     ),
+    Command("data", "Start", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
+    Command("download", "Start", "download a model from the Hugging Face Hub", "use"),
+    Command("ckpt", "Use", "list, verify, compare, convert or export checkpoints", verbs=CKPT),
+    Command("generate", "Use", "continue prompts with the model of a checkpoint", "use"),
+    Command("eval", "Use", "score a checkpoint on tasks of lm-eval", "use"),
+    Command("run", "Watch", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
     Command(
         "plan",
-        "Train",
+        "Scale",
         "find the memory of a configuration, and its best layout, without GPUs",
         "plan",
         takes_settings=True,
         verbs=PLAN,
     ),
-    Command(
-        "data", "Data and models", "tokenize, show or shrink data, train a tokenizer", verbs=DATA
-    ),
-    Command("download", "Data and models", "download a model from the Hugging Face Hub", "use"),
-    Command("run", "Runs", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),
-    Command("node", "Machines", "check machines and measure their network", verbs=NODE),
-    Command("lighthouse", "Machines", "track which replica groups are alive", "node"),
-    Command("slurm", "Machines", "write batch scripts, watch jobs", verbs=SLURM),
-    Command(
-        "ckpt",
-        "Checkpoints",
-        "list, verify, compare, convert or export checkpoints",
-        verbs=CKPT,
-    ),
-    Command("generate", "Checkpoints", "continue prompts with the model of a checkpoint", "use"),
-    Command("eval", "Checkpoints", "score a checkpoint on tasks of lm-eval", "use"),
+    Command("node", "Scale", "check machines and measure their network", verbs=NODE),
+    Command("lighthouse", "Scale", "track which replica groups are alive", "node"),
+    Command("slurm", "Scale", "write batch scripts, watch jobs", verbs=SLURM),
 )
 
 
