@@ -14,10 +14,10 @@ import torch
 
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.hf.folder import write_model
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.convert import convert
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import ConfigError, dump_toml, load_config
 from torchtitan_like.config.loader import import_module
 from torchtitan_like.data.text.tokenizer import load_tokenizer
@@ -68,14 +68,14 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
         model = spec.build(args).to(DTYPES[dtype])
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), config.debug.seed or 0)
-    votes = Votes(HostGroup.alone())
+    group = with_checkpoint_errors(HostGroup.alone())
     identity = dataclasses.replace(identify(config.model), args=args)
     size_settings = [f"--model.args.{name}={json.dumps(size)}" for name, size in changes.items()]
     command = ["titan", "data", "tiny", "model", config_file, str(out), "--dtype", dtype]
     with staged_path(out) as staged:
         staged.mkdir()
         files = write_model(
-            staged, model.state_dict(), identity, votes, dtype=DTYPES[dtype], by_index=False
+            staged, model.state_dict(), identity, group, dtype=DTYPES[dtype], by_index=False
         )
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
         convert(

@@ -19,9 +19,9 @@ from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
 from tests.unit.checkpoint.steps import write_step
 from torchtitan_like.checkpoint.hf.export import write_export
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.tools.export import export_step
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.stored_config import identify_step
@@ -57,7 +57,7 @@ def export_together(step, out):
     export_step(
         Path(step),
         Path(out),
-        Votes(world_group()),
+        with_checkpoint_errors(world_group()),
         identify=lambda path: identify_step(path, ""),
         shard_gb=0.0001,
     )

@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.identity import SpecialToken
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
@@ -637,7 +637,7 @@ def run_failing_rounds(failing_rank):
         calls["exchange"] += 1
         world_group().barrier()  # times out if a rank does not call it
 
-    error, _ = catch_error(run_in_rounds, Votes(world_group()), 50, work, exchange)
+    error, _ = catch_error(run_in_rounds, with_checkpoint_errors(world_group()), 50, work, exchange)
     return calls, error
 
 

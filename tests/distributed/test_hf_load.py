@@ -22,7 +22,7 @@ from torchtitan_like.checkpoint.hf import safetensors_source
 from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
@@ -112,12 +112,12 @@ def build(args, mesh):
 LOADERS = {"hf": load_hf, "torchtitan": load_torchtitan, "meta": load_meta}
 
 
-def load_into(model, args, folder, kind, votes):
+def load_into(model, args, folder, kind, group):
     rows = LLAMA.hf_names(args) if kind == "hf" else LLAMA.meta_names(args)
     options = {"quantized": False} if kind == "hf" else {}
     state = dict(model.named_parameters(remove_duplicate=False))
     return LOADERS[kind](
-        folder / kind, state, rows=rows, tied=LLAMA.tied(args), votes=votes, **options
+        folder / kind, state, rows=rows, tied=LLAMA.tied(args), group=group, **options
     )
 
 
@@ -140,7 +140,7 @@ def load_and_compare(folder, tied, kind, shape, tokens):
 
     safetensors_source.read_box = counting
     try:
-        report = load_into(model, args, folder, kind, Votes(group))
+        report = load_into(model, args, folder, kind, with_checkpoint_errors(group))
     finally:
         safetensors_source.read_box = read_box
         group.destroy()
@@ -227,7 +227,7 @@ def load_columns_and_strides(folder):
     group = HostGroup(list(range(4)), TIMEOUT)
     load_hf(
         folder / "hf", model, rows=LLAMA.hf_names(args), tied=(), quantized=False,
-        votes=Votes(group),
+        group=with_checkpoint_errors(group),
     )  # fmt: skip
     group.destroy()
     expected = torch.load(folder / "ours.pt")
@@ -277,7 +277,7 @@ def load_stage(folder, change):
     try:
         report = load_hf(
             folder / "hf", stage_parameters, rows=LLAMA.hf_names(args), tied=(), quantized=False,
-                votes=Votes(group),
+                group=with_checkpoint_errors(group),
             )  # fmt: skip
     except CheckpointError as error:
         return str(error)
@@ -354,10 +354,10 @@ def test_dcp_index_with_a_missing_chunk_is_damage(tmp_path):
     metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
     metadata.state_dict_metadata["w"].size = torch.Size([8, 2])
     (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
-    votes = Votes(HostGroup.alone())
+    group = with_checkpoint_errors(HostGroup.alone())
     with pytest.raises(DamagedError, match=r"lacks chunks of w \[8, 2\]"):
         load_torchtitan(
-            tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), votes=votes
+            tmp_path, {"w": torch.zeros(8, 2)}, rows=(("w", "w"),), tied=(), group=group
         )
 
 
@@ -366,9 +366,9 @@ def test_replicated_tensors_of_meta_files_must_be_equal(tmp_path):
         torch.save(
             {"norm.weight": torch.full((4,), float(i))}, tmp_path / f"consolidated.{i:02d}.pth"
         )
-    votes, rows = Votes(HostGroup.alone()), (("norm.weight", "norm.weight"),)
+    group, rows = with_checkpoint_errors(HostGroup.alone()), (("norm.weight", "norm.weight"),)
     with pytest.raises(DamagedError, match="the values of norm.weight differ between files"):
-        load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), votes=votes)
+        load_meta(tmp_path, {"norm.weight": torch.zeros(4)}, rows=rows, tied=(), group=group)
 
 
 def test_config_that_is_not_json_is_damage(tmp_path):

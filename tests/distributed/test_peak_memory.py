@@ -24,7 +24,7 @@ from torchtitan_like.checkpoint.hf import export as export_module
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.load import load_hf
 from torchtitan_like.checkpoint.hf.reads import MAX_ELEMENTS
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 
@@ -83,7 +83,7 @@ class Layers(nn.Sequential):
         pass
 
 
-def build_and_load(export: Path, shape: tuple[int, int], votes: Votes) -> None:
+def build_and_load(export: Path, shape: tuple[int, int], group: HostGroup) -> None:
     """Build on the meta device, shard, materialize and load, in the order of a run."""
     with torch.device("meta"):
         layers = [nn.Linear(shape[1], RANKS * shape[0], bias=False) for _ in range(NUM_TENSORS)]
@@ -92,7 +92,7 @@ def build_and_load(export: Path, shape: tuple[int, int], votes: Votes) -> None:
     materialize(model, torch.device("cpu"))
     state = model.state_dict()
     rows = tuple((f"{i}.weight", f"layers.{i}.w") for i in range(NUM_TENSORS))
-    load_hf(export, state, rows=rows, tied=(), quantized=False, votes=votes)
+    load_hf(export, state, rows=rows, tied=(), quantized=False, group=group)
     assert all((tensor.to_local() == dist.get_rank()).all() for tensor in state.values())
 
 
@@ -113,9 +113,9 @@ def measure(folder: Path, shape: tuple[int, int], group: HostGroup) -> dict[str,
         lambda: write_export(export, state, rows=rows, tied=(), dtype=None, group=group)
     )
     state.clear()
-    votes = Votes(group)
+    group = with_checkpoint_errors(group)
     growth_by_action["build and load the export"] = growth(
-        lambda: build_and_load(export, shape, votes)
+        lambda: build_and_load(export, shape, group)
     )
     return growth_by_action
 

@@ -16,8 +16,8 @@ from tests.harness.hf_weights import gradients_per_expert, load_per_expert, to_e
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.load import load_hf
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import InitRule, get_spec, resolve_args
@@ -133,7 +133,7 @@ class Family:
             rows=self.spec.hf_names(args),
             tied=self.spec.tied(args),
             quantized=quantized,
-            votes=Votes(HostGroup.alone()),
+            group=with_checkpoint_errors(HostGroup.alone()),
             alternative_rows=alternative_names(args) if alternative_names else None,
             unread=self.spec.hf_unread(args),
         )

@@ -26,6 +26,7 @@ from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.lock import LockedError, RunLock
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
 from torchtitan_like.checkpoint.saving import Save, StepWriter
 from torchtitan_like.checkpoint.saving_thread import SavingThread
@@ -41,7 +42,6 @@ from torchtitan_like.checkpoint.step_folders import (
     stale_stages,
     supersede_later,
 )
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import PIN, step_name
 
@@ -81,7 +81,7 @@ class Checkpointer:
         self._pending: list[tuple[Save, int, Future[Path]]] = []
         self._searches: list[Future[Any]] = []
         self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
-        self._votes = Votes(group)
+        self._group = with_checkpoint_errors(group)
         self._lock: RunLock | None = None
         self._retention: Retention | None = None
         if not section.enable:
@@ -89,15 +89,15 @@ class Checkpointer:
         self._thread = SavingThread(device, group.adopt)
         # All ranks must stage into the same folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
-        if self._votes.is_leader:
+        if self._group.rank == 0:
             # Also with `load_only`: one run at a time writes metrics and logs next to the folder.
             self._lock = RunLock(self.folder)
-        if self._votes.is_leader and self.saves:
+        if self._group.rank == 0 and self.saves:
             self._retention = Retention(
                 self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every
             )
         self._writer = StepWriter(
-            section, self._votes, identity, run_id, self._lock, self._retention
+            section, self._group, identity, run_id, self._lock, self._retention
         )
 
     # ---- start
@@ -135,7 +135,7 @@ class Checkpointer:
 
     def _on_leader(self, action: Callable[[], T]) -> T:
         """Run `action` on rank 0's checkpoint thread. All ranks return its result or its error."""
-        return self._thread.run(lambda: self._votes.run_on_leader(action))
+        return self._thread.run(lambda: self._group.run_on_leader(action))
 
     def _try_lock(self) -> bool:
         """Take the lock on rank 0, or wait for less time than the collectives' time-out."""
@@ -187,7 +187,7 @@ class Checkpointer:
         load = partial(
             load_states,
             states=states,
-            votes=self._votes,
+            group=self._group,
             identity=self._identity,
             exclude=section.exclude_from_loading,
             verify=section.verify,
@@ -197,7 +197,7 @@ class Checkpointer:
             try:
                 if number > 0:  # the caller has considered the first start already
                     start = self._thread.run(
-                        partial(self._votes.run_on_leader, start.with_manifest)
+                        partial(self._group.run_on_leader, start.with_manifest)
                     )
                     consider(start)
                 loaded = self._thread.run(partial(load, start))
@@ -280,14 +280,14 @@ class Checkpointer:
         from torchtitan_like.checkpoint.dcp_storage import ExtentReader
         from torchtitan_like.checkpoint.stored_weights import StoredWeights
 
-        path, manifest, group = stored.path, stored.manifest, self._votes.group
+        path, manifest, group = stored.path, stored.manifest, self._group
         assert path is not None and manifest is not None
         reader = ExtentReader(path, file_records(manifest))
         metadata: dict[str, Any] = {}
-        self._votes.run_on_all(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
+        self._group.run_on_all(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
         weights = StoredWeights(metadata, group.rank, group.size)
         start = replace(stored, kind="warm")
-        load_states(start, {"model": weights}, self._votes, self._identity)
+        load_states(start, {"model": weights}, self._group, self._identity)
         tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
         self._writer.commit(
             self._export(True),

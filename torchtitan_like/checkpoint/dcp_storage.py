@@ -278,7 +278,7 @@ def load_planned(state: dict[str, Any], reader: StorageReader, planner: LoadPlan
     """Load `state` like `dcp.load`, but without collectives. `state` must be flat or empty.
 
     The planner needs only the metadata, so nothing is gathered. An error is raised only on the rank
-    where it occurs. Callers must share it, for example with `Votes`.
+    where it occurs. Callers must share it, for example with `HostGroup.run_on_all`.
     """
     metadata = reader.read_metadata()
     planner.set_up_planner(state, metadata, is_coordinator=False)

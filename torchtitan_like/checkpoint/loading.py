@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.spec import standard_hf_config
 
@@ -31,7 +31,7 @@ logger = logging.getLogger()
 def load_states(
     start: Start,
     states: Mapping[str, Stateful],
-    votes: Votes,
+    group: HostGroup,
     identity: Identity,
     *,
     exclude: Collection[str] = (),
@@ -59,14 +59,14 @@ def load_states(
             "of this run will not have them"
         )
     if start.format == "step":
-        _load_step(start, {key: states[key] for key in keys}, votes, identity, verify)
+        _load_step(start, {key: states[key] for key in keys}, group, identity, verify)
     elif start.kind == "resume":
         from torchtitan_like.checkpoint.torchtitan import load_run
 
         keys = [key for key in keys if key != "dataloader"]
-        load_run(start, {key: states[key] for key in keys}, votes, identity)
+        load_run(start, {key: states[key] for key in keys}, group, identity)
     else:
-        _load_weights(start, states["model"], votes, identity, quantized)
+        _load_weights(start, states["model"], group, identity, quantized)
     not_loaded = sorted(set(states) - set(keys))
     note = f" (not loaded: {', '.join(not_loaded)})" if not_loaded else ""
     logger.info(f"Loaded {start.path} in {time.monotonic() - start_time:.2f} seconds{note}")
@@ -74,7 +74,7 @@ def load_states(
 
 
 def _load_step(
-    start: Start, states: Mapping[str, Stateful], votes: Votes, identity: Identity, verify: str
+    start: Start, states: Mapping[str, Stateful], group: HostGroup, identity: Identity, verify: str
 ) -> None:
     """Load a native step, which is full or holds only the weights."""
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader, verify_rest
@@ -89,21 +89,21 @@ def _load_step(
         for name, record in records.items()
         if verify == "full" or not name.startswith("shard-")
     }
-    votes.run_on_leader(lambda: check_sizes(path, records))
+    group.run_on_leader(lambda: check_sizes(path, records))
     loaded: Mapping[str, Mapping[str, Any]] = {}
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
 
-        load_upcycled(start, states["model"].state_dict(), votes, identity, reader=reader)
+        load_upcycled(start, states["model"].state_dict(), group, identity, reader=reader)
     else:
-        loaded = _read_entries(start, states, votes, reader)
-    votes.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, votes.group))
+        loaded = _read_entries(start, states, group, reader)
+    group.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, group))
     for key, entries in loaded.items():
         states[key].load_state_dict(dict(entries))
 
 
 def _read_entries(
-    start: Start, states: Mapping[str, Stateful], votes: Votes, reader: Any
+    start: Start, states: Mapping[str, Stateful], group: HostGroup, reader: Any
 ) -> dict[str, dict[str, Any]]:
     """Read all entries of a native step, in place where possible. Returns them by key of `states`."""
     from torchtitan_like.checkpoint.dcp_metadata import METADATA
@@ -129,17 +129,17 @@ def _read_entries(
         targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
         load_planned(targets, reader, CheckedPlanner(path))
 
-    votes.run_on_all(read_metadata)
+    group.run_on_all(read_metadata)
     flat = {entries.get(name, name): value for name, value in flat.items()}
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
-    counts = votes.group.sum_async([name in flat for name in stored]).wait()
+    counts = group.sum_async([name in flat for name in stored]).wait()
     surplus = [
         name
         for name, count in zip(stored, counts, strict=True)
         if not count and name.split(".")[0] in states and name not in entries
     ]
-    votes.run_on_all(load)
+    group.run_on_all(load)
     return {
         key: {name: targets[entries.get(f"{key}.{name}", f"{key}.{name}")] for name in names}
         for key, names in dicts.items()
@@ -147,7 +147,7 @@ def _read_entries(
 
 
 def _load_weights(
-    start: Start, model: Stateful, votes: Votes, identity: Identity, quantized: bool
+    start: Start, model: Stateful, group: HostGroup, identity: Identity, quantized: bool
 ) -> None:
     """Load the weights of another format, with the model's tables of names."""
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
@@ -159,12 +159,12 @@ def _load_weights(
     tensors, tied = model.state_dict(), spec.tied(args)
     if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)
-        votes.run_on_leader(lambda: check_sizes(path, records))
-        votes.run_on_all(lambda: verify_rest(path, records, {}, votes.group))
+        group.run_on_leader(lambda: check_sizes(path, records))
+        group.run_on_all(lambda: verify_rest(path, records, {}, group))
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
 
-        load_upcycled(start, tensors, votes, identity, quantized=quantized)
+        load_upcycled(start, tensors, group, identity, quantized=quantized)
         return
     if start.format == "hf":
         standardize = partial(standard_hf_config, spec)
@@ -176,13 +176,13 @@ def _load_weights(
             rows=spec.hf_names(args),
             tied=tied,
             quantized=quantized,
-            votes=votes,
+            group=group,
             alternative_rows=spec.hf_alternative_names(args) if spec.hf_alternative_names else None,
             unread=spec.hf_unread(args),
         )
         return
     read = load_torchtitan if start.format == "dcp" else load_meta
-    read(path, tensors, rows=meta_rows(identity, path), tied=tied, votes=votes)
+    read(path, tensors, rows=meta_rows(identity, path), tied=tied, group=group)
 
 
 def meta_rows(identity: Identity, path: Path) -> Rows:

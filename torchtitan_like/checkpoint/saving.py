@@ -33,7 +33,7 @@ from torchtitan_like.checkpoint.probes import (
     write_marker,
 )
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.run_directory import CONFIG, step_name
 
@@ -70,14 +70,14 @@ class StepWriter:
     def __init__(
         self,
         section: Checkpoint,
-        votes: Votes,
+        group: HostGroup,
         identity: Identity,
         run_id: str,
         lock: RunLock | None,
         retention: Retention | None,
     ) -> None:
         self._section = section
-        self._votes = votes
+        self._group = group
         self._identity = identity
         self._run_id = run_id
         self._lock = lock
@@ -107,13 +107,13 @@ class StepWriter:
             warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(name, value, save.dtype) for name, value in tensors.items()}
         try:
-            self._votes.run_on_leader(lambda: self._stage(save, staged, final, tensors))
+            self._group.run_on_leader(lambda: self._stage(save, staged, final, tensors))
             self._check_shared_folder(staged)
             records = self._write_files(save, staged, tensors, config_toml)
             content = {"kind": save.kind, "step": step, "config": config_toml, **summary}
-            self._votes.run_on_leader(lambda: self._publish(staged, final, records, content))
+            self._group.run_on_leader(lambda: self._publish(staged, final, records, content))
         except CheckpointError:
-            if self._votes.is_leader:
+            if self._group.rank == 0:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         seconds = time.monotonic() - start_time
@@ -136,16 +136,16 @@ class StepWriter:
             )
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
-        check_space(staged, needed, 2 * self._votes.group.size + 8)
+        check_space(staged, needed, 2 * self._group.size + 8)
         check_writable(staged)
 
     def _check_shared_folder(self, staged: Path) -> None:
         """Check before the first checkpoint that every rank sees the files of rank 0."""
         if self._is_folder_shared:
             return
-        token = self._votes.run_on_leader(lambda: write_marker(staged))
-        self._votes.run_on_all(lambda: wait_for_marker(staged, token))
-        self._votes.run_on_leader(lambda: remove_marker(staged))
+        token = self._group.run_on_leader(lambda: write_marker(staged))
+        self._group.run_on_all(lambda: wait_for_marker(staged, token))
+        self._group.run_on_leader(lambda: remove_marker(staged))
         self._is_folder_shared = True
 
     def _write_files(
@@ -153,14 +153,16 @@ class StepWriter:
     ) -> dict[str, FileRecord]:
         config = staged / CONFIG
         records = {
-            config.name: self._votes.run_on_leader(lambda: write_file(config, config_toml.encode()))
+            config.name: self._group.run_on_leader(lambda: write_file(config, config_toml.encode()))
         }
         write = (
             partial(self._export, save.dtype or torch.float32)
             if save.kind == "hf"
             else self._write_native
         )
-        for part in self._votes.gather(lambda: write(staged, tensors)):
+        for part in self._group.gather_objects(
+            self._group.run_on_all(lambda: write(staged, tensors))
+        ):
             records.update(part)
         return records
 
@@ -169,7 +171,7 @@ class StepWriter:
 
         from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 
-        group = self._votes.group
+        group = self._group
         writer = ExtentWriter(staged, group.rank)
         detached = {
             name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()
@@ -188,7 +190,7 @@ class StepWriter:
             staged,
             {name.removeprefix("model."): value.detach() for name, value in tensors.items()},
             self._identity,
-            self._votes,
+            self._group,
             dtype=dtype,
             shard_bytes=round(self._section.hf_shard_gb * 1e9),
         )

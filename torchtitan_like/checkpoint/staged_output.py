@@ -19,7 +19,7 @@ from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
 
 if TYPE_CHECKING:  # imports torch, and `titan ckpt ls` reads `STAGED`
-    from torchtitan_like.checkpoint.votes import Votes
+    from torchtitan_like.distributed.world import HostGroup
 
 STAGED = ".partial-"  # followed by eight random hexadecimal digits
 
@@ -80,7 +80,7 @@ class StagedOutput:
         publish(self.path, self.final)
 
 
-def verify_together(folder: Path, records: Mapping[str, FileRecord], votes: Votes) -> None:
+def verify_together(folder: Path, records: Mapping[str, FileRecord], group: HostGroup) -> None:
     """Read every file and verify its size and hashes. The ranks share the work.
 
     Raises DamagedError on every rank if a file is missing or differs from its record.
@@ -88,8 +88,8 @@ def verify_together(folder: Path, records: Mapping[str, FileRecord], votes: Vote
     from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.extents import check_sizes
 
-    votes.run_on_leader(lambda: check_sizes(folder, records))
-    votes.run_on_all(lambda: verify_rest(folder, records, {}, votes.group))
+    group.run_on_leader(lambda: check_sizes(folder, records))
+    group.run_on_all(lambda: verify_rest(folder, records, {}, group))
 
 
 def _remove(path: Path) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.stateful import Progress, Stateful
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.start import Start
@@ -83,7 +83,7 @@ def check_data_choice(
 
 
 def load_run(
-    start: Start, states: Mapping[str, Stateful], votes: Votes, identity: Identity
+    start: Start, states: Mapping[str, Stateful], group: HostGroup, identity: Identity
 ) -> None:
     """Load a full TorchTitan checkpoint into `states`, in place, on every layout. A collective.
 
@@ -93,19 +93,19 @@ def load_run(
     path = start.path
     assert path is not None
     if "model" in states:
-        _load_tensors(path, states["model"].state_dict(), "weights", votes, identity)
+        _load_tensors(path, states["model"].state_dict(), "weights", group, identity)
     if "optimizer" in states:
-        _load_optimizer(path, start.step, states["optimizer"], votes, identity)
+        _load_optimizer(path, start.step, states["optimizer"], group, identity)
     if "lr_scheduler" in states:
-        votes.run_on_leader(partial(_check_schedule, path, start.step))
+        group.run_on_leader(partial(_check_schedule, path, start.step))
     if "train_state" in states:
-        tokens = votes.run_on_leader(partial(_count_tokens, path))
+        tokens = group.run_on_leader(partial(_count_tokens, path))
         progress = Progress(step=start.step, n_tokens_seen=tokens)
         states["train_state"].load_state_dict({"json": json.dumps(asdict(progress))})
 
 
 def _load_tensors(
-    path: Path, tensors: Mapping[str, Any], key: str, votes: Votes, identity: Identity
+    path: Path, tensors: Mapping[str, Any], key: str, group: HostGroup, identity: Identity
 ) -> None:
     """Load the weights, or the moment `key`, into `tensors` by native parameter name."""
     from torchtitan_like.checkpoint.hf.foreign import open_dcp, weight_names
@@ -114,9 +114,9 @@ def _load_tensors(
 
     rows = meta_rows(identity, path)
     select = partial(_moment_names, key) if key in MOMENTS else weight_names
-    source = votes.run_on_leader(lambda: open_dcp(path, select))
+    source = group.run_on_leader(lambda: open_dcp(path, select))
     tied = identity.spec.tied(identity.args)
-    load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
+    load_weights(source, tensors, rows=rows, tied=tied, group=group)
 
 
 def _moment_names(key: str, names: Iterable[str]) -> dict[str, str]:
@@ -130,7 +130,7 @@ def _moment_names(key: str, names: Iterable[str]) -> dict[str, str]:
 
 
 def _load_optimizer(
-    path: Path, step: int, optimizer: Stateful, votes: Votes, identity: Identity
+    path: Path, step: int, optimizer: Stateful, group: HostGroup, identity: Identity
 ) -> None:
     state = optimizer.state_dict()
     matches = {name: _STATE.fullmatch(name) for name in state}
@@ -145,8 +145,8 @@ def _load_optimizer(
         assert match is not None
         by_key.setdefault(match["key"], {})[match["parameter"]] = state[name]
     for moment in MOMENTS:
-        _load_tensors(path, by_key.get(moment, {}), moment, votes, identity)
-    updates = votes.run_on_leader(partial(_count_updates, path, step))
+        _load_tensors(path, by_key.get(moment, {}), moment, group, identity)
+    updates = group.run_on_leader(partial(_count_updates, path, step))
     for tensor in by_key.get("step", {}).values():
         tensor.fill_(updates)
 

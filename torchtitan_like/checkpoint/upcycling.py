@@ -28,7 +28,7 @@ from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stored_weights import PREFIX
 from torchtitan_like.checkpoint.unpickle import CheckedPlanner
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, Rows, links
 from torchtitan_like.models.upcycling import Upcycling
 
@@ -42,7 +42,7 @@ KEY = "checkpoint.initial_load_upcycle"
 def load_upcycled(
     start: Start,
     tensors: Mapping[str, Any],
-    votes: Votes,
+    group: HostGroup,
     identity: Identity,
     *,
     reader: StorageReader | None = None,
@@ -67,30 +67,30 @@ def load_upcycled(
     loaded = {name: tensor for name, tensor in tensors.items() if name not in fresh}
     source: Source
     if reader is not None:
-        source = _open_step(path, reader, votes)
+        source = _open_step(path, reader, group)
         renamed = [dense for _, dense in upcycling.copied]
         dense_rows: Rows = tuple((name, name) for name in (*renamed, *loaded))
     elif start.format == "hf":
         from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
-        source = votes.run_on_leader(lambda: open_safetensors(path, quantized=quantized))
+        source = group.run_on_leader(lambda: open_safetensors(path, quantized=quantized))
         dense_rows = spec.hf_names(upcycling.dense_args)
     elif start.format == "dcp" and spec.meta_names is not None:
         from torchtitan_like.checkpoint.hf.foreign import open_dcp
 
-        source = votes.run_on_leader(lambda: open_dcp(path))
+        source = group.run_on_leader(lambda: open_dcp(path))
         dense_rows = spec.meta_names(upcycling.dense_args)
     else:
         raise SettingsError(
             f"{KEY} = true, but {path} holds Meta's consolidated.*.pth files. Expected a native "
             "step, a checkpoint of TorchTitan, or Hugging Face safetensors. Convert it first"
         )
-    num_layers = votes.run_on_leader(lambda: _check_sizes(source, dense_rows, upcycling, args))
+    num_layers = group.run_on_leader(lambda: _check_sizes(source, dense_rows, upcycling, args))
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(upcycling.dense_args)):
             logger.warning(line)
     rows = upcycled_rows(dense_rows, upcycling)
-    report = load_weights(source, loaded, rows=rows, tied=spec.tied(args), votes=votes)
+    report = load_weights(source, loaded, rows=rows, tied=spec.tied(args), group=group)
     num_copied = num_layers * len(upcycling.copied)
     logger.info(
         f"Upcycled {path}: {num_copied} feed-forward tensors copied to each of {args.num_experts} "
@@ -200,14 +200,14 @@ class _TargetPlanner(CheckedPlanner):
         pass
 
 
-def _open_step(path: Path, reader: StorageReader, votes: Votes) -> StepSource:
+def _open_step(path: Path, reader: StorageReader, group: HostGroup) -> StepSource:
     """Read the metadata of a native step on every rank."""
 
     def read() -> Metadata:
         wait_until_visible(path / METADATA)
         return reader.read_metadata()
 
-    metadata = votes.run_on_all(read)
+    metadata = group.run_on_all(read)
     stored = {
         name.removeprefix(PREFIX): TensorInfo(tuple(entry.size), entry.properties.dtype)
         for name, entry in metadata.state_dict_metadata.items()

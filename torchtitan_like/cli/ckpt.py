@@ -195,9 +195,9 @@ def _export(arguments: argparse.Namespace) -> int:
     import torch
 
     from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
     from torchtitan_like.checkpoint.tools.export import export_step
     from torchtitan_like.checkpoint.tools.launched import launched_group
-    from torchtitan_like.checkpoint.votes import Votes
     from torchtitan_like.config import ConfigError
     from torchtitan_like.data.errors import TokenizerError
     from torchtitan_like.stored_config import identify_step
@@ -207,7 +207,7 @@ def _export(arguments: argparse.Namespace) -> int:
             export_step(
                 arguments.step,
                 arguments.out.absolute(),
-                Votes(group),
+                with_checkpoint_errors(group),
                 identify=lambda path: identify_step(path, arguments.custom_import),
                 dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
                 shard_gb=arguments.shard_gb,

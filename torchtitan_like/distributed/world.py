@@ -60,12 +60,28 @@ def make_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = N
     )
 
 
+class RankErrors:
+    """How the errors of some ranks become one error that all ranks of a group raise."""
+
+    def call(self, action: Callable[[], T], rank: int) -> T:
+        """Call `action` on one rank. A subclass may raise another error than the action."""
+        return action()
+
+    def merge(self, errors: list[Exception]) -> Exception:
+        """Return the error that all ranks raise, from those of the failed ranks in rank order."""
+        return errors[0]
+
+
 class HostGroup:
     """A gloo group for small exchanges between hosts, owned by one thread.
 
     The creating thread owns it until another thread calls `adopt`. With one rank there is no group,
     and every call returns its input.
+
+    errors: converts and merges the errors of `run_on_all` and `run_on_leader`.
     """
+
+    errors = RankErrors()
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self.size = len(ranks)
@@ -139,27 +155,22 @@ class HostGroup:
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def run_on_all(
-        self,
-        action: Callable[[], T],
-        merge_errors: Callable[[list[Exception]], Exception] = lambda errors: errors[0],
-    ) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Call `action` on every rank; if any fails, raise one error on all.
 
-        merge_errors: combines the errors, in rank order, into the raised one. By default, the first
-        error is raised. If
+        Without this exchange, peers would wait for a failed rank in the next collective. If
         `action` has collectives, they must fail on all ranks or on none.
         """
         outcome: list[T] = []
         error: Exception | None = None
         try:
-            outcome.append(action())
+            outcome.append(self.errors.call(action, self.rank))
         except Exception as problem:
             error = problem
         try:
             (num_failed,) = self.sum_async([error is not None]).wait()
             if num_failed:
-                raise merge_errors(
+                raise self.errors.merge(
                     [each for each in self.gather_objects(error) if each is not None]
                 )
         finally:
@@ -170,7 +181,7 @@ class HostGroup:
         """Call `action` on the first rank only; return its result, or raise its error, on all."""
         outcome: Any = None
         try:
-            outcome = (action(), None) if self.rank == 0 else None
+            outcome = (self.errors.call(action, 0), None) if self.rank == 0 else None
         except Exception as problem:
             outcome = None, problem
         error: Exception | None = None

@@ -14,8 +14,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.tools.export import export_step
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import HostGroup, pick_device
 from torchtitan_like.stored_config import identify_step
@@ -61,7 +61,7 @@ def exported(
         export_step(
             step,
             out,
-            Votes(HostGroup.alone()),
+            with_checkpoint_errors(HostGroup.alone()),
             identify=lambda path: identify_step(path, custom_import),
             averaged=averaged,
         )

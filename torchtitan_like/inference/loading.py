@@ -13,10 +13,10 @@ from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -123,7 +123,9 @@ def load_model(
     reason = "named on the command line"
     manifest = read_manifest(checkpoint)
     start = Start("warm", 0, checkpoint, reason, None, stored_format, manifest, averaged)
-    load_states(start, {"model": ModelState([model])}, Votes(HostGroup.alone()), identity)
+    load_states(
+        start, {"model": ModelState([model])}, with_checkpoint_errors(HostGroup.alone()), identity
+    )
     return model.eval()
 
 

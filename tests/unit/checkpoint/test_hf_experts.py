@@ -11,8 +11,8 @@ from tests.unit.checkpoint.test_hf_load import quantize
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.cli import main
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
@@ -83,7 +83,7 @@ def load(folder, spec, args, model, quantized=False):
         rows=spec.hf_names(args),
         tied=spec.tied(args),
         quantized=quantized,
-        votes=Votes(HostGroup.alone()),
+        group=with_checkpoint_errors(HostGroup.alone()),
         alternative_rows=spec.hf_alternative_names(args),
         unread=spec.hf_unread(args),
     )

@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.hf import reads
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import load_hf
 from torchtitan_like.checkpoint.hf.safetensors_source import StoredTensor, read_box
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import Row, links, slices
@@ -40,8 +40,8 @@ ROWS = (
 TIED = (("head", "embedding"),)
 
 
-def one_rank_votes():
-    return Votes(HostGroup.alone())
+def one_rank_group():
+    return with_checkpoint_errors(HostGroup.alone())
 
 
 def random(shapes, dtype=torch.float32):
@@ -91,7 +91,7 @@ def write_files(folder: Path, tensors, files=1, index=True):
 
 
 def load(folder, state, tied=(), quantized=False, rows=ROWS):
-    return load_hf(folder, state, rows=rows, tied=tied, quantized=quantized, votes=one_rank_votes())
+    return load_hf(folder, state, rows=rows, tied=tied, quantized=quantized, group=one_rank_group())
 
 
 def assert_equal(actual, expected):
@@ -456,7 +456,7 @@ def as_meta_stores(args, state):
 
 def load_llama(loader, path, args, loaded):
     return loader(
-        path, loaded, rows=LLAMA.meta_names(args), tied=LLAMA.tied(args), votes=one_rank_votes()
+        path, loaded, rows=LLAMA.meta_names(args), tied=LLAMA.tied(args), group=one_rank_group()
     )
 
 

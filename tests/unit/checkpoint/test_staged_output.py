@@ -12,8 +12,8 @@ from tests.harness.extents import record_file
 from tests.unit.checkpoint.folders import flip_bit
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.lock import LockedError
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput, verify_together
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import MANIFEST
 
@@ -94,13 +94,13 @@ def test_a_writer_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
 
 
 def test_verification_reads_files_back_and_detects_damage(tmp_path: Path) -> None:
-    votes = Votes(HostGroup.alone())
+    group = with_checkpoint_errors(HostGroup.alone())
     (tmp_path / "a").write_bytes(bytes(1000))
     records = {"a": record_file(tmp_path / "a")}
-    verify_together(tmp_path, records, votes)
+    verify_together(tmp_path, records, group)
     flip_bit(tmp_path / "a", 500)
     with pytest.raises(DamagedError, match="a is damaged: extent 0"):
-        verify_together(tmp_path, records, votes)
+        verify_together(tmp_path, records, group)
     (tmp_path / "a").unlink()
     with pytest.raises(DamagedError, match="a is missing"):
-        verify_together(tmp_path, records, votes)
+        verify_together(tmp_path, records, group)

@@ -11,9 +11,9 @@ from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
@@ -63,7 +63,9 @@ def save_hf(folder, flavor="debugmodel", **overrides):
 def upcycle(folder, args, model, spec=None):
     identity = Identity(spec or get_spec("qwen3"), args, Path(), Path(), lambda: (None, None))
     start = Start("warm", 0, folder, "", format="hf", upcycles=True)
-    load_states(start, {"model": ModelState([model])}, Votes(HostGroup.alone()), identity)
+    load_states(
+        start, {"model": ModelState([model])}, with_checkpoint_errors(HostGroup.alone()), identity
+    )
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 4])

@@ -13,7 +13,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
@@ -115,7 +115,7 @@ def load(folder, args):
         rows=HF.hf_names(args),
         tied=HF.tied(args),
         quantized=False,
-        votes=Votes(HostGroup.alone()),
+        group=with_checkpoint_errors(HostGroup.alone()),
     )
     return model
 
@@ -153,9 +153,9 @@ def check_both_ways(folder, config, num_tokens=NUM_TOKENS):
 
     assets = folder / "published"
     identity = Identity(HF, args, assets, assets, special_tokens=lambda: (None, None))
-    votes = Votes(HostGroup.alone())
+    group = with_checkpoint_errors(HostGroup.alone())
     (folder / "export").mkdir()
-    write_model(folder / "export", model.state_dict(), identity, votes, dtype=None)
+    write_model(folder / "export", model.state_dict(), identity, group, dtype=None)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
         folder / "export", output_loading_info=True
     )
@@ -361,9 +361,9 @@ def test_an_unreadable_config_next_to_the_tokenizer_ends_an_export(tmp_path):
     args = args_of(shrink(LLAMA))
     identity = Identity(HF, args, tmp_path, tmp_path, special_tokens=lambda: (None, None))
     (tmp_path / "export").mkdir()
-    votes = Votes(HostGroup.alone())
+    group = with_checkpoint_errors(HostGroup.alone())
     with pytest.raises(CheckpointError, match="Expected the config of the tokenizer's model"):
-        write_model(tmp_path / "export", build(args).state_dict(), identity, votes, dtype=None)
+        write_model(tmp_path / "export", build(args).state_dict(), identity, group, dtype=None)
 
 
 def test_a_loaded_folder_with_other_sizes_is_reported(tmp_path):

@@ -10,8 +10,8 @@ from tests.unit.models.test_deepseek_v3 import DEEPSEEK, SIGMOID, build, perturb
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.stateful import ModelState
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.inference.generation import Sampling, generate
 from torchtitan_like.models import resolve_args
@@ -197,7 +197,7 @@ def load(folder, args, model):
         rows=DEEPSEEK.hf_names(args),
         tied=DEEPSEEK.tied(args),
         quantized=False,
-        votes=Votes(HostGroup.alone()),
+        group=with_checkpoint_errors(HostGroup.alone()),
         alternative_rows=DEEPSEEK.hf_alternative_names(args),
         unread=DEEPSEEK.hf_unread(args),
     )

@@ -43,7 +43,7 @@ from torchtitan_like.checkpoint.hf.plan import (
     plan_copies,
 )
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, Entry, read_header
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Box
 from torchtitan_like.util.reading import parse_json
@@ -89,9 +89,10 @@ def consolidate(
     if num_threads < 1:
         raise CheckpointError(f"num_threads is {num_threads}. Expected at least 1: correct it")
     group = _CallersGroup(process_group)
+    with_checkpoint_errors(group)
     try:
         return _consolidate(
-            Path(input_dir), Path(output_dir), fqn_to_index_mapping, num_threads, Votes(group)
+            Path(input_dir), Path(output_dir), fqn_to_index_mapping, num_threads, group
         )
     finally:
         group.leave()
@@ -120,14 +121,18 @@ class _CallersGroup(HostGroup):
 
 
 def _consolidate(
-    source: Path, folder: Path, file_of: Mapping[str, int] | None, num_threads: int, votes: Votes
+    source: Path,
+    folder: Path,
+    file_of: Mapping[str, int] | None,
+    num_threads: int,
+    group: HostGroup,
 ) -> dict[str, FileRecord]:
     start = time.monotonic()
-    shards = votes.run_on_leader(lambda: read_shards(source))
+    shards = group.run_on_leader(lambda: read_shards(source))
     outputs = _plan_tensors(shards)
     files = lay_out_files(outputs, _group_tensors(outputs, file_of))
     extents = extents_of(files)
-    size, rank = votes.group.size, votes.group.rank
+    size, rank = group.size, group.rank
     bounds = [len(extents) * r // size for r in range(size + 1)]
     shares = [extents[first:end] for first, end in pairwise(bounds)]
     own_extents = set(shares[rank])
@@ -141,23 +146,23 @@ def _consolidate(
     batch = EXTENTS_PER_ROUND * num_threads
     num_rounds = math.ceil(max(map(len, shares)) / batch)
     with (
-        Output(folder, files, votes) as output,
+        Output(folder, files, group) as output,
         _Copier(shards, copies, output, num_threads) as copier,
     ):
-        votes.run_on_all(copier.open)
+        group.run_on_all(copier.open)
         output.create(own_extents)
 
         def copy_round(number: int) -> None:
             copier.copy(shares[rank][number * batch : (number + 1) * batch])
 
         try:
-            run_in_rounds(votes, num_rounds, copy_round)
+            run_in_rounds(group, num_rounds, copy_round)
             records = output.finish()
         except CheckpointError:
-            if votes.is_leader:
+            if group.rank == 0:
                 output.remove()
             raise
-    votes.run_on_all(
+    group.run_on_all(
         lambda: _verify(folder, records, [(files[f].name, k) for f, k in shares[rank]])
     )
     total = sum(file.size for file in files)

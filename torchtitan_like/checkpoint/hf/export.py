@@ -41,7 +41,7 @@ from torchtitan_like.checkpoint.hf.plan import (
 )
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, FileLayout
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows, Table
 
@@ -75,7 +75,8 @@ def write_export(
     Returns the records of all files, index included, on every rank. Raises CheckpointError on all
     ranks if any of them fails, with rank, file, and reason; the caller then removes the folder.
     """
-    rank, votes = group.rank, Votes(group)
+    group = with_checkpoint_errors(group)
+    rank = group.rank
     views: dict[ShardKey, Tensor] = {}
 
     def describe() -> list[ShardInfo]:
@@ -84,16 +85,16 @@ def write_export(
         views.update(own_views)
         return infos
 
-    infos = votes.gather(describe)
+    infos = group.gather_objects(group.run_on_all(describe))
     shards = merge_shards(infos, [f"rank {r}" for r in range(group.size)])
     outputs = plan_tensors(shards, rows, tied, dtype, copies)
     groups = _group_tensors(outputs, shard_bytes, index)
     start = time.monotonic()
     files = lay_out_files(outputs, groups)
     owners = assign_extents(files, outputs)
-    with Output(folder, files, votes) as output:
+    with Output(folder, files, group) as output:
         output.create(extent for extent, owner in owners.items() if owner == rank)
-        _Exchange(files, outputs, owners, views, votes).run(output)
+        _Exchange(files, outputs, owners, views, group).run(output)
         records = output.finish()
     seconds = time.monotonic() - start
     total = sum(file.size for file in files)
@@ -132,11 +133,11 @@ class _Exchange:
         outputs: Mapping[str, OutputTensor],
         owners: Mapping[ExtentId, int],
         views: Mapping[ShardKey, Tensor],
-        votes: Votes,
+        group: HostGroup,
     ) -> None:
         self._views = views
-        self._votes = votes
-        self._rank = rank = votes.group.rank
+        self._group = group
+        self._rank = rank = group.rank
         counts: dict[int, int] = defaultdict(int)
         round_of: dict[ExtentId, int] = {}
         self._own_extents: dict[int, list[ExtentId]] = defaultdict(list)
@@ -196,7 +197,7 @@ class _Exchange:
 
         self._post(0)
         try:
-            run_in_rounds(self._votes, self._num_rounds, write, self._exchange)
+            run_in_rounds(self._group, self._num_rounds, write, self._exchange)
         except CheckpointError:
             # All ranks stopped in the same round, with the messages of the next round posted.
             for number in list(self._posted):
@@ -218,7 +219,7 @@ class _Exchange:
             self._received.update(zip(copies, _unpack(message, copies), strict=True))
 
     def _post(self, number: int) -> None:
-        group = self._votes.group.group
+        group = self._group.group
         works = self._posted[number] = []
         for peer, copies in self._outgoing.pop(number, {}).items():
             message = torch.empty(_message_bytes(copies), dtype=torch.uint8)

@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.extents import FileRecord, write_file
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path
 from torchtitan_like.util.reading import read_json
 
@@ -34,7 +34,7 @@ def write_model(
     folder: Path,
     tensors: Mapping[str, torch.Tensor],
     identity: Identity,
-    votes: Votes,
+    group: HostGroup,
     *,
     dtype: torch.dtype | None,
     shard_bytes: int = 5 * 10**9,
@@ -57,12 +57,12 @@ def write_model(
         tied=spec.tied(args),
         copies=spec.hf_copies(args),
         dtype=dtype,
-        group=votes.group,
+        group=group,
         shard_bytes=shard_bytes,
-        index=votes.run_on_leader(lambda: read_index(identity.hf_assets)) if by_index else None,
+        index=group.run_on_leader(lambda: read_index(identity.hf_assets)) if by_index else None,
     )
     floating = [tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()]
-    dtypes = [each for rank_dtypes in votes.group.gather_objects(floating) for each in rank_dtypes]
+    dtypes = [each for rank_dtypes in group.gather_objects(floating) for each in rank_dtypes]
     by_name = sorted(set(dtypes), key=str)
     config_dtype = dtype or max(by_name, key=dtypes.count, default=torch.float32)
 
@@ -74,7 +74,7 @@ def write_model(
             folder, config=config, dtype=config_dtype, assets=assets, bos=bos, eos=eos
         )
 
-    return records | votes.run_on_leader(complete)
+    return records | group.run_on_leader(complete)
 
 
 def write_folder(

@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf.load import LoadReport, load_weights
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, crop_to_chunk
 from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader, load_saved
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows, Table, slices
 
 # Entries of a TorchTitan checkpoint that are not weights. The weights are at the top level too.
@@ -27,26 +27,26 @@ _PREFIX = "model."  # prefix of the weights' names in older TorchTitan checkpoin
 
 
 def load_torchtitan(
-    folder: Path, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, votes: Votes
+    folder: Path, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, group: HostGroup
 ) -> LoadReport:
     """Load the model of a TorchTitan step (a folder with `.metadata`), as `load_weights` does.
 
     `checkpoint/torchtitan.py` loads the optimizer and the progress of its run.
     """
-    source = votes.run_on_leader(lambda: open_dcp(folder))
-    return load_weights(source, tensors, rows=rows, tied=tied, votes=votes)
+    source = group.run_on_leader(lambda: open_dcp(folder))
+    return load_weights(source, tensors, rows=rows, tied=tied, group=group)
 
 
 def load_meta(
-    path: Path, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, votes: Votes
+    path: Path, tensors: Mapping[str, Any], *, rows: Rows, tied: Table, group: HostGroup
 ) -> LoadReport:
     """Load a `.pth` file, or a folder with `consolidated.00.pth`, ..., as `load_weights` does.
 
     The files are memory-mapped: only the parts that a rank reads become resident.
     """
     opened: list[MetaSource] = []
-    votes.run_on_all(lambda: opened.append(_open_meta(path)))
-    return load_weights(opened[0], tensors, rows=rows, tied=tied, votes=votes)
+    group.run_on_all(lambda: opened.append(_open_meta(path)))
+    return load_weights(opened[0], tensors, rows=rows, tied=tied, group=group)
 
 
 # ---- TorchTitan

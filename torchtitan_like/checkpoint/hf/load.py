@@ -19,7 +19,7 @@ import torch
 from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
 from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, plan_reads
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import (
     Link,
     Rows,
@@ -117,7 +117,7 @@ def load_hf(
     rows: Rows,
     tied: Table,
     quantized: bool,
-    votes: Votes,
+    group: HostGroup,
     alternative_rows: Rows | None = None,
     unread: tuple[str, ...] = (),
 ) -> LoadReport:
@@ -130,10 +130,10 @@ def load_hf(
     """
     from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 
-    source = votes.run_on_leader(lambda: open_safetensors(folder, quantized=quantized))
+    source = group.run_on_leader(lambda: open_safetensors(folder, quantized=quantized))
     if alternative_rows is not None:
         rows = max(rows, alternative_rows, key=lambda table: count_named(table, source.stored))
-    return load_weights(source, tensors, rows=rows, tied=tied, votes=votes, unread=unread)
+    return load_weights(source, tensors, rows=rows, tied=tied, group=group, unread=unread)
 
 
 def config_differences(
@@ -195,7 +195,7 @@ def load_weights(
     *,
     rows: Rows,
     tied: Table,
-    votes: Votes,
+    group: HostGroup,
     unread: tuple[str, ...] = (),
 ) -> LoadReport:
     """Fill this rank's `tensors` (native names) from `source` in place; all ranks call it together.
@@ -226,12 +226,13 @@ def load_weights(
         }
 
     # A pipeline stage needs only its own layers; all ranks together need the whole model.
-    needed = {name: info for part in votes.gather(list_needed) for name, info in part.items()}
+    parts = group.gather_objects(group.run_on_all(list_needed))
+    needed = {name: info for part in parts for name, info in part.items()}
     report = _compare(source, needed, unread)
     report.check()
-    votes.run_on_all(lambda: source.fill(plan_reads(all_links, natives | aliases)))
+    group.run_on_all(lambda: source.fill(plan_reads(all_links, natives | aliases)))
     pairs = {alias: (aliases[alias], natives[name]) for alias, name in tied if alias in aliases}
-    votes.run_on_all(lambda: _check_ties(source, pairs))
+    group.run_on_all(lambda: _check_ties(source, pairs))
     logger.info(report)
     return report
 

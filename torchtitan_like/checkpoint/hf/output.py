@@ -30,7 +30,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     read_header,
     render_index,
 )
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.files import sync_path
 
 
@@ -40,10 +40,10 @@ class Output:
     All ranks call `create` and `finish` together; each calls `write` for its own extents.
     """
 
-    def __init__(self, folder: Path, files: Sequence[FileLayout], votes: Votes) -> None:
+    def __init__(self, folder: Path, files: Sequence[FileLayout], group: HostGroup) -> None:
         self.folder = folder
         self.files = files
-        self._votes = votes
+        self._group = group
         self._descriptors: dict[int, int] = {}
         self._locks = [threading.Lock() for _ in files]
         self._digests: dict[ExtentId, str] = {}
@@ -60,8 +60,8 @@ class Output:
 
         Raises CheckpointError on all ranks if a file exists.
         """
-        self._votes.run_on_leader(self._create)
-        self._votes.run_on_all(lambda: self._open_all({f for f, _ in own_extents}))
+        self._group.run_on_leader(self._create)
+        self._group.run_on_all(lambda: self._open_all({f for f, _ in own_extents}))
 
     def _create(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -120,9 +120,9 @@ class Output:
     def finish(self) -> dict[str, FileRecord]:
         """Sync all data, then write headers and index. Return the records on every rank."""
         digests: dict[ExtentId, str] = {}
-        for part in self._votes.gather(self._sync):
+        for part in self._group.gather_objects(self._group.run_on_all(self._sync)):
             digests |= part
-        self._votes.run_on_all(self._write_headers)
+        self._group.run_on_all(self._write_headers)
         extents = extents_of(self.files)
         records = {
             file.name: FileRecord(
@@ -130,7 +130,7 @@ class Output:
             )
             for f, file in enumerate(self.files)
         }
-        return records | {INDEX: self._votes.run_on_leader(self._write_index)}
+        return records | {INDEX: self._group.run_on_leader(self._write_index)}
 
     def _sync(self) -> dict[ExtentId, str]:
         for f in self._descriptors:
@@ -142,7 +142,7 @@ class Output:
             os.fsync(self._descriptors[f])
 
     def _write_headers(self) -> None:
-        own_files = range(self._votes.group.rank, len(self.files), self._votes.group.size)
+        own_files = range(self._group.rank, len(self.files), self._group.size)
         self._open_all(f for f in own_files if f not in self._descriptors)
         for f in own_files:
             self._write_at(f, 0, memoryview(self.files[f].header))
@@ -161,7 +161,7 @@ class Output:
 
 
 def run_in_rounds(
-    votes: Votes,
+    group: HostGroup,
     count: int,
     work: Callable[[int], None],
     exchange: Callable[[int], None] = lambda number: None,
@@ -173,7 +173,7 @@ def run_in_rounds(
     """
     failure: Exception | None = None
     for number in range(count):
-        failures = votes.group.sum_async([int(failure is not None)])
+        failures = group.sum_async([int(failure is not None)])
         exchange(number)
         if failure is None:
             try:
@@ -187,4 +187,4 @@ def run_in_rounds(
         if failure is not None:
             raise failure
 
-    votes.run_on_all(raise_failure)
+    group.run_on_all(raise_failure)

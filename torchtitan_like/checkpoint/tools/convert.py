@@ -28,6 +28,7 @@ from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.overflow import warn_of_overflow
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
@@ -43,7 +44,6 @@ from torchtitan_like.checkpoint.tools.contents import (
     open_contents,
 )
 from torchtitan_like.checkpoint.unpickle import load_saved
-from torchtitan_like.checkpoint.votes import Votes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
@@ -175,7 +175,7 @@ def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         format="meta" if source.format == "pt" else source.format,
         manifest=source.manifest or None,
     )
-    load_states(start, {"model": weights}, Votes(HostGroup.alone()), identity)
+    load_states(start, {"model": weights}, with_checkpoint_errors(HostGroup.alone()), identity)
     return weights.state_dict()
 
 
@@ -262,8 +262,8 @@ def _write_hf(
     staged.mkdir()
     small_files: dict[str, bytes] = {}
     if identity:
-        votes = Votes(HostGroup.alone())
-        records = write_model(staged, state, identity, votes, dtype=None)
+        group = with_checkpoint_errors(HostGroup.alone())
+        records = write_model(staged, state, identity, group, dtype=None)
         if "config" in source.manifest:
             small_files[CONFIG] = source.manifest["config"].encode()
     else:

@@ -19,7 +19,7 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import StoredWeights
 from torchtitan_like.checkpoint.tools.convert import Identify
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5
@@ -28,7 +28,7 @@ SHARD_GB = 5
 def export_step(
     step: Path,
     out: Path,
-    votes: Votes,
+    group: HostGroup,
     *,
     identify: Identify,
     dtype: torch.dtype | None = None,
@@ -63,25 +63,25 @@ def export_step(
             output.path.mkdir()
             return output.path
 
-        staged = votes.run_on_leader(stage)
+        staged = group.run_on_leader(stage)
         reader = ExtentReader(step, file_records(manifest))
         stored = reader.read_metadata().state_dict_metadata
-        weights = StoredWeights(stored, votes.group.rank, votes.group.size, averaged=averaged)
+        weights = StoredWeights(stored, group.rank, group.size, averaged=averaged)
         reason = "named on the command line"
         start = Start("warm", 0, step, reason, manifest=manifest, averaged=averaged)
-        load_states(start, {"model": weights}, votes, identity)
-        votes.run_on_leader(lambda: check_space(staged, weights.num_bytes))
+        load_states(start, {"model": weights}, group, identity)
+        group.run_on_leader(lambda: check_space(staged, weights.num_bytes))
         files = write_model(
             staged,
             weights.state_dict(),
             identity,
-            votes,
+            group,
             dtype=dtype,
             shard_bytes=round((shard_gb or SHARD_GB) * 1e9),
             by_index=not shard_gb,
         )
         config = (step / CONFIG).read_bytes()
-        files[CONFIG] = votes.run_on_leader(lambda: write_file(staged / CONFIG, config))
-        verify_together(staged, files, votes)
+        files[CONFIG] = group.run_on_leader(lambda: write_file(staged / CONFIG, config))
+        verify_together(staged, files, group)
         content = {"kind": "hf", "step": manifest["step"], "files": files}
-        votes.run_on_leader(lambda: output.publish(content))
+        group.run_on_leader(lambda: output.publish(content))

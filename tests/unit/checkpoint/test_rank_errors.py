@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.lock import LockedError
-from torchtitan_like.checkpoint.votes import Votes
+from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 
 DAMAGE = DamagedError("a flipped bit")
@@ -35,7 +35,7 @@ def test_only_damage_on_all_failed_ranks_is_damage(
         raise DamagedError("step-5")
 
     with pytest.raises(CheckpointError, match=message) as caught:
-        Votes(group).run_on_all(read)
+        with_checkpoint_errors(group).run_on_all(read)
     assert type(caught.value) is kind
 
 
@@ -46,14 +46,14 @@ def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[Checkp
         raise kind("the reason")
 
     with pytest.raises(CheckpointError, match="the reason") as caught:
-        getattr(Votes(HostGroup.alone()), method)(act)
+        getattr(with_checkpoint_errors(HostGroup.alone()), method)(act)
     assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize("method", ["run_on_all", "run_on_leader"])
 def test_other_errors_name_the_rank(method: str) -> None:
     with pytest.raises(CheckpointError, match="^rank 0: ValueError: no number$"):
-        getattr(Votes(HostGroup.alone()), method)(lambda: int_of("no number"))
+        getattr(with_checkpoint_errors(HostGroup.alone()), method)(lambda: int_of("no number"))
 
 
 def int_of(text: str) -> int:
@@ -77,7 +77,7 @@ def test_an_error_keeps_no_memory_of_its_action(method: str) -> None:
     gc.disable()
     try:
         with pytest.raises(CheckpointError):
-            getattr(Votes(HostGroup.alone()), method)(partial(fail_with, tensors))
+            getattr(with_checkpoint_errors(HostGroup.alone()), method)(partial(fail_with, tensors))
         del tensors
         assert reference() is None
     finally:
