@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -50,6 +49,8 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print the list. Returns the exit code."""
+    from dataclasses import asdict
+
     from torchtitan_like.checkpoint.tools.listing import format_entries, list_checkpoints
 
     def action() -> int:

@@ -7,7 +7,6 @@ import json
 import logging
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,8 @@ from torchtitan_like.cli.common import (
     positive_int,
     run_checked,
 )
-from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.run_directory import CONFIG
 
 if TYPE_CHECKING:
     from torchtitan_like.data.step_samples import StepSample
@@ -120,6 +117,8 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
 
 def configure_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    from torchtitan_like.config.datasets import DATASETS
+
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="folder of the three files"
     )
@@ -342,11 +341,14 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
+    from dataclasses import asdict
+
     from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
     from torchtitan_like.data.step_samples import read_step, recorded_digest
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.stored_config import custom_import_in, find_assets, load_trusted
+    from torchtitan_like.util.run_directory import CONFIG
 
     checkpoint = arguments.checkpoint
     manifest = read_manifest(checkpoint)

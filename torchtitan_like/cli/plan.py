@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import time
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     FAILED,
@@ -23,31 +22,26 @@ from torchtitan_like.cli.common import (
     show_problem,
     with_config,
 )
-from torchtitan_like.plan.clusters import (
-    DEFAULT_CLUSTER,
-    Cluster,
-    load_cluster,
-    typical_cluster,
-)
-from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-from torchtitan_like.util.units import GIB, format_duration
+from torchtitan_like.util.units import format_duration
 
 if TYPE_CHECKING:
-    from torchtitan_like.plan.calibrate import Measured
-    from torchtitan_like.plan.fit import Fitted
+    from torchtitan_like.config import JobConfig
+    from torchtitan_like.plan.clusters import Cluster
+    from torchtitan_like.plan.gpus import Gpu
 
 SECONDS_BETWEEN_LINES = 10  # where stderr is not a terminal
 NOTHING_FITS = 1
-# Of mixed-precision AdamW: weight 4 + 2, gradient 4, states 8; and a quarter more for activations.
-QUICK_BYTES, QUICK_FACTOR = 18, 1.25
 OFF = 1
 MAX_SECONDS = 300
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Add both options."""
+    from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
+    from torchtitan_like.plan.gpus import DEFAULT_GPU
+
     parser.add_argument(
         "--gpu",
         metavar="NAME",
@@ -65,6 +59,9 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
     """Read both descriptions. Raises ValueError that names the option."""
+    from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, load_cluster, typical_cluster
+    from torchtitan_like.plan.gpus import DEFAULT_GPU, load_gpu
+
     try:
         cluster = load_cluster(arguments.cluster)
     except ValueError as error:
@@ -74,6 +71,29 @@ def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from None
     return gpu, typical_cluster(gpu.key) if arguments.cluster == DEFAULT_CLUSTER else cluster
+
+
+def _load_config(
+    arguments: argparse.Namespace, gpu: Gpu, world_size: int | None
+) -> JobConfig | None:
+    """Return the checked configuration, and print its warnings. None after printing its errors."""
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.config.problems import report
+    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.util.modules import searching_modules_in
+
+    settings = with_config(arguments.config, arguments.settings, show_error)
+    try:
+        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+            config, warnings = load_checked(
+                settings, world_size, training=False, device_type=gpu.device_type
+            )
+    except ConfigError as error:
+        show_error(str(error))
+        return None
+    if warnings:
+        show_error(report(warnings))
+    return config
 
 
 class ProgressLine:
@@ -148,6 +168,8 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
 
 def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
+    from torchtitan_like.util.pictures import check_picture
+
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
     is_missing = {
         "CONFIG": arguments.config is None and "__job.config_file" not in names,
@@ -159,16 +181,6 @@ def run_plan(arguments: argparse.Namespace) -> int:
             "arguments"
         )
         return FAILED
-    return _dry_run(arguments)
-
-
-def _dry_run(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_checked
-    from torchtitan_like.util.modules import searching_modules_in
-    from torchtitan_like.util.pictures import check_picture
-
     try:
         gpu, cluster = load_hardware(arguments)
         if arguments.svg is not None:
@@ -176,19 +188,13 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         show_error(str(error))
         return FAILED
-    settings = with_config(arguments.config, arguments.settings, show_error)
-    try:
-        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-            config, warnings = load_checked(
-                settings, arguments.world_size, training=False, device_type=gpu.device_type
-            )
-    except ConfigError as error:
-        show_error(str(error))
+    config = _load_config(arguments, gpu, arguments.world_size)
+    if config is None:
         return os.EX_CONFIG
-    if warnings:
-        show_error(report(warnings))
     if arguments.quick:
-        print(_quick_estimate(config, gpu))
+        from torchtitan_like.plan.closed_form import quick_estimate
+
+        print(quick_estimate(config, gpu))
         return 0
     num_stages = config.parallelism.pipeline_parallel_degree
     stage = arguments.rank_of_stage
@@ -204,20 +210,12 @@ def _dry_run(arguments: argparse.Namespace) -> int:
     return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
 
 
-def _quick_estimate(config: Any, gpu: Any) -> str:
-    from torchtitan_like.models.spec import get_spec, resolve_args
-
-    spec = get_spec(config.model.name)
-    num = spec.num_params(resolve_args(spec, config.model.flavor, config.model.args))
-    gpus = num * QUICK_BYTES * QUICK_FACTOR / (gpu.memory_gib * GIB)
-    return (
-        f"{num:,} parameters x {QUICK_BYTES} bytes x {QUICK_FACTOR} / {gpu.memory_gib:g} GiB = "
-        f"{gpus:.2f}: at least {math.ceil(gpus)} GPUs ({gpu.name})"
-    )
-
-
 def _print_plan(
-    config: Any, arguments: argparse.Namespace, gpu: Any, cluster: Any, stages: list[int] | None
+    config: JobConfig,
+    arguments: argparse.Namespace,
+    gpu: Gpu,
+    cluster: Cluster,
+    stages: list[int] | None,
 ) -> int:
     from torchtitan_like.plan import memory_report, time_report
     from torchtitan_like.plan.dry_memory import assumptions, dry_runs, memory_of_all
@@ -326,10 +324,6 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
 
 def run_search(arguments: argparse.Namespace) -> int:
     """Search, print and write. Returns the exit code."""
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_checked
-    from torchtitan_like.util.modules import searching_modules_in
     from torchtitan_like.util.pictures import check_picture
 
     names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
@@ -354,34 +348,25 @@ def run_search(arguments: argparse.Namespace) -> int:
     except ValueError as error:
         show_error(str(error))
         return FAILED
-    settings = with_config(arguments.config, arguments.settings, show_error)
-    try:
-        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-            # Without the ranks: the layout of the file need not fit their number.
-            config, warnings = load_checked(
-                settings, None, training=False, device_type=gpu.device_type
-            )
-    except ConfigError as error:
-        show_error(str(error))
+    # Without the ranks: the layout of the file need not fit their number.
+    config = _load_config(arguments, gpu, None)
+    if config is None:
         return os.EX_CONFIG
-    if warnings:
-        show_error(report(warnings))
     try:
-        return _search(arguments, config, gpu, cluster, settings)
+        return _search(arguments, config, gpu, cluster)
     except KeyboardInterrupt:
         show_error("\nInterrupted: no layout is written")
         return int(ExitCode.INTERRUPTED)
 
 
-def _search(
-    arguments: argparse.Namespace, config: Any, gpu: Any, cluster: Any, settings: list[str]
-) -> int:
+def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster: Cluster) -> int:
     from torchtitan_like.plan import search_report
     from torchtitan_like.plan.search import global_batch_of, search, space_of
     from torchtitan_like.plan.time_report import caveats
     from torchtitan_like.util.files import write_atomically
 
     output: Path | None = arguments.output
+    assert config.job.config_file is not None  # run_search expects CONFIG
     base = Path(config.job.config_file)
     if output is not None and output.resolve() == base.resolve():
         show_error(f"-o {output}: expected another file than CONFIG, which it extends: rename it")
@@ -458,60 +443,17 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print the comparison. Returns the exit code."""
-    return catch_value_errors(lambda: _compare(arguments))
+    from torchtitan_like.report.plan_comparison import compare_with_plan
 
+    def action() -> int:
+        comparison = compare_with_plan(arguments.run, arguments.plan)
+        if arguments.json:
+            print_json(comparison.as_json())
+        else:
+            print("\n".join(comparison.lines()))
+        return 0 if comparison.is_within_tolerance else OFF
 
-def _compare(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.recorded import measured_modules, measured_steps, read_run
-    from torchtitan_like.util.plan_file import (
-        PLAN,
-        TOLERANCE,
-        check_modules,
-        describe_differences,
-        deviations,
-        differences,
-        event_fields,
-        module_table,
-        read_plan,
-        settings_of,
-    )
-    from torchtitan_like.util.run_directory import read_config
-
-    folder: Path = arguments.run
-    recorded = read_run(folder)
-    if not recorded.attempts:
-        raise ValueError(f"{folder} has no attempts. Expected a run that has trained: name another")
-    num_ranks = recorded.attempts[-1].num_ranks or 1
-    path: Path = arguments.plan or folder / PLAN
-    if not path.exists():
-        raise ValueError(
-            f"there is no plan {path}. Expected a plan file: write it with `titan plan "
-            f"{folder}/config.toml --world-size {num_ranks} -o {folder / PLAN}`"
-        )
-    plan = read_plan(path)
-    if found := differences(plan, settings_of(read_config(folder), num_ranks)):
-        show_error(describe_differences(path, found))
-        return FAILED
-    modules = measured_modules(recorded)
-    check_modules(modules)
-    measured = measured_steps(recorded)
-    compared = deviations(plan, measured)
-    if not compared:
-        show_error(
-            f"{folder} has no measurement to compare. Expected a log line after step 10 of the "
-            "newest attempt: train for longer, or lower metrics.log_freq"
-        )
-        return FAILED
-    if arguments.json:
-        both = {"planned_modules": plan.modules, "modules": modules}
-        print_json({**event_fields(plan, measured), **both})
-    else:
-        print(f"Plan for {plan.gpu} ({path})")
-        print("\n".join(map(str, compared)))
-        if measured.reserved is None:
-            print("Memory is not compared: the run did not measure a GPU's allocator")
-        print("\n".join(module_table(plan.modules, modules)))
-    return OFF if any(abs(each.share) > TOLERANCE for each in compared) else 0
+    return catch_value_errors(action)
 
 
 # ---- titan plan calibrate
@@ -602,9 +544,6 @@ def _write(files: dict[Path, str]) -> int:
     return 0
 
 
-# ---- measurements
-
-
 def _measure(arguments: argparse.Namespace) -> int:
     import torch
 
@@ -633,35 +572,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     )
     if launched_ranks(os.environ).rank != 0:
         return 0
-    print("\n".join(report(measured)))
+    print("\n".join(measured.lines()))
     return _write(files)
-
-
-def report(measured: Measured) -> list[str]:
-    """Return a line for each measurement."""
-    lines = []
-    for product in measured.products:
-        title = f"{' x '.join(map(str, product.shape))}, {product.dtype}"
-        lines.append(f"{title:46}{product.flops / product.seconds / 1e9:12,.1f} GFLOP/s")
-    kernels = measured.kernels
-    lines.append(
-        f"{'kernels limited by memory':46}{kernels.num_bytes / kernels.seconds / 1e9:12,.1f} GB/s"
-    )
-    lines.append(f"{'small operator':46}{measured.operator * 1e6:12,.1f} us")
-    for pass_, attentions in measured.attention.items():
-        for each in attentions:
-            title = f"attention {pass_}, {each.rows:,} rows, {each.flops / each.scores:.0f} FLOPs a score"
-            lines.append(f"{title:46}{each.flops / each.seconds / 1e9:12,.1f} GFLOP/s")
-    for kind, collective in measured.collectives.items():
-        for num_bytes, seconds in (collective.small, collective.large):
-            title = f"{kind}, {measured.num_ranks} ranks, {num_bytes:,} B"
-            lines.append(f"{title:46}{seconds * 1e6:12,.0f} us")
-    if not measured.collectives:
-        lines.append(f"{'collectives':46}{'skipped':>12}: start several ranks, or nodes of GPUs")
-    return lines
-
-
-# ---- runs
 
 
 def _fit(arguments: argparse.Namespace) -> int:
@@ -692,22 +604,6 @@ def _fit(arguments: argparse.Namespace) -> int:
             return os.EX_CONFIG
     progress("dry runs", len(measured), len(measured), time.monotonic() - started)
     fitted = fit_runs(measured, gpu, start, arguments.output.stem)
-    print("\n".join(fit_report(fitted)))
+    print("\n".join(fitted.lines()))
     gpu_file = device if device.endswith(".toml") else ""
     return _write({arguments.output: fitted_text(fitted, arguments.output, gpu_file)})
-
-
-def fit_report(fitted: Fitted) -> list[str]:
-    """Return a line for each run and constant, and the error band."""
-    lines = [f"{'run':34}{'measured, s':>12}{'fitted, s':>12}{'error':>10}{'left out':>10}"]
-    for index, sample in enumerate(fitted.samples):
-        predicted = sample.seconds * (1 + fitted.errors[index])
-        left_out = f"{100 * fitted.left_out[index]:+.1f} %" if fitted.left_out else "-"
-        lines.append(
-            f"{sample.name:34}{sample.seconds:12.4g}{predicted:12.4g}"
-            f"{100 * fitted.errors[index]:+8.1f} %{left_out:>10}"
-        )
-    for constant in fitted.constants:
-        lines.append(f"{constant} = {getattr(fitted.cluster, constant):g}")
-    lines.append(f"Error band: +-{fitted.cluster.error_percent:g} %, {fitted.cluster.error_source}")
-    return lines

@@ -9,7 +9,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from torchtitan_like.cli.common import HelpWithSettings, with_config
-from torchtitan_like.launcher.options import OPTIONS
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -20,6 +19,8 @@ DOES_NOT_FIT = 1
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    from torchtitan_like.launcher.options import OPTIONS
+
     parser.add_argument(
         "config",
         nargs="?",
@@ -42,6 +43,7 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train. Returns the exit code."""
+    from torchtitan_like.launcher.options import OPTIONS
     from torchtitan_like.launcher.run import launch
     from torchtitan_like.util.output import show
 

@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.checkpoint.hf.download import ASSETS
 from torchtitan_like.cli.common import (
     FAILED,
     add_import_flag,
@@ -294,6 +293,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def configure_download(parser: argparse.ArgumentParser) -> None:
     """Add the arguments. TorchTitan spells them with underscores."""
+    from torchtitan_like.checkpoint.hf.download import ASSETS
+
     parser.add_argument(
         "--repo-id",
         "--repo_id",
@@ -357,7 +358,7 @@ def run_download(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.hf import download as hub
 
     folder = hub.model_folder(arguments.local_dir, arguments.repo_id)
-    assets = sorted(ASSETS) if arguments.all else arguments.assets
+    assets = sorted(hub.ASSETS) if arguments.all else arguments.assets
     try:
         files = hub.download(
             arguments.repo_id,

@@ -144,6 +144,31 @@ class Measured:
     memory_gib: float
     outside_gib: float
 
+    def lines(self) -> list[str]:
+        """Return a line for each measurement."""
+        lines = []
+        for product in self.products:
+            title = f"{' x '.join(map(str, product.shape))}, {product.dtype}"
+            lines.append(f"{title:46}{product.flops / product.seconds / 1e9:12,.1f} GFLOP/s")
+        kernels = self.kernels
+        lines.append(
+            f"{'kernels limited by memory':46}{kernels.num_bytes / kernels.seconds / 1e9:12,.1f} GB/s"
+        )
+        lines.append(f"{'small operator':46}{self.operator * 1e6:12,.1f} us")
+        for pass_, attentions in self.attention.items():
+            for each in attentions:
+                title = f"attention {pass_}, {each.rows:,} rows, {each.flops / each.scores:.0f} FLOPs a score"
+                lines.append(f"{title:46}{each.flops / each.seconds / 1e9:12,.1f} GFLOP/s")
+        for kind, collective in self.collectives.items():
+            for num_bytes, seconds in (collective.small, collective.large):
+                title = f"{kind}, {self.num_ranks} ranks, {num_bytes:,} B"
+                lines.append(f"{title:46}{seconds * 1e6:12,.0f} us")
+        if not self.collectives:
+            lines.append(
+                f"{'collectives':46}{'skipped':>12}: start several ranks, or nodes of GPUs"
+            )
+        return lines
+
 
 # ---- constants
 

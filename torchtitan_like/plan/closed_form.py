@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.distributed.stages import SCHEDULES
-from torchtitan_like.models.spec import ModelSpec
+from torchtitan_like.models.spec import ModelSpec, get_spec, resolve_args
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import Layout, Recompute, Space
 from torchtitan_like.util.units import GIB, MIB
@@ -22,6 +22,8 @@ from torchtitan_like.util.units import GIB, MIB
 BYTES_KEPT = 16
 BYTES_GATHERED = 2
 BYTES_REDUCED = 4  # of a whole gradient on its way to the shards, float32
+# Of mixed-precision AdamW: weight 4 + 2, gradient 4, states 8; and a quarter more for activations.
+QUICK_BYTES, QUICK_FACTOR = 18, 1.25
 # Work of recomputation as a share of forward and backward. "op" recomputes every second matrix
 # product and what needs no matrix product; "every n" is taken as every second block.
 RECOMPUTED: Mapping[Recompute, float] = {
@@ -387,3 +389,14 @@ def _traffic(layout: Layout, sizes: Sizes, space: Space, network: Network) -> di
         "experts": layers * experts,
         "stages": stages,
     }
+
+
+def quick_estimate(config: JobConfig, gpu: Gpu) -> str:
+    """Return a line with the fewest GPUs whose memory fits weights, states and some activations."""
+    spec = get_spec(config.model.name)
+    num = spec.num_params(resolve_args(spec, config.model.flavor, config.model.args))
+    gpus = num * QUICK_BYTES * QUICK_FACTOR / (gpu.memory_gib * GIB)
+    return (
+        f"{num:,} parameters x {QUICK_BYTES} bytes x {QUICK_FACTOR} / {gpu.memory_gib:g} GiB = "
+        f"{gpus:.2f}: at least {math.ceil(gpus)} GPUs ({gpu.name})"
+    )

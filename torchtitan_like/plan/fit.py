@@ -183,6 +183,21 @@ class Fitted(NamedTuple):
     errors: list[float]
     left_out: list[float]
 
+    def lines(self) -> list[str]:
+        """Return a line for each run and constant, and the error band."""
+        lines = [f"{'run':34}{'measured, s':>12}{'fitted, s':>12}{'error':>10}{'left out':>10}"]
+        for index, sample in enumerate(self.samples):
+            predicted = sample.seconds * (1 + self.errors[index])
+            left_out = f"{100 * self.left_out[index]:+.1f} %" if self.left_out else "-"
+            lines.append(
+                f"{sample.name:34}{sample.seconds:12.4g}{predicted:12.4g}"
+                f"{100 * self.errors[index]:+8.1f} %{left_out:>10}"
+            )
+        for constant in self.constants:
+            lines.append(f"{constant} = {getattr(self.cluster, constant):g}")
+        lines.append(f"Error band: +-{self.cluster.error_percent:g} %, {self.cluster.error_source}")
+        return lines
+
 
 def fit_runs(runs: Sequence[MeasuredRun], gpu: Gpu, start: Cluster, key: str) -> Fitted:
     """Return the cluster with constants fitted to runs. Its error band is the largest error left out.
