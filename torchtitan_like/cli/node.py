@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import signal
-import socket
 from pathlib import Path
 
 from torchtitan_like.cli.common import FAILED, end_rank, positive_int
 from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.output import show_error
 
 BAD = 1
@@ -185,36 +182,27 @@ def configure_lighthouse(parser: argparse.ArgumentParser) -> None:
 
 def run_lighthouse(arguments: argparse.Namespace) -> int:
     """Serve. Returns the exit code."""
+    from torchtitan_like.distributed.lighthouse import serve_lighthouse
+    from torchtitan_like.util.modules import pip_install
+
     if importlib.util.find_spec("torchft") is None:
         show_error(
             "The package torchft is not installed. Expected it for a lighthouse: "
             f"{pip_install('torchft>=0.2,<0.3')}"
         )
         return int(ExitCode.BAD_CONFIG)
-    host, _, port = arguments.bind.rpartition(":")
     stop_signals = (signal.SIGINT, signal.SIGTERM)
     signal.pthread_sigmask(signal.SIG_BLOCK, stop_signals)  # also in the threads of the server
-    os.environ.setdefault("RUST_LOG", "warn")
-    from torchft.coordination import LighthouseServer
-
     try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-        address = str(found[0][4][0])
-        shown = f"[{address}]" if ":" in address else address
-        server = LighthouseServer(
-            bind=f"{shown}:{int(port)}",
+        with serve_lighthouse(
+            arguments.bind,
             min_replicas=arguments.min_replicas,
             join_timeout_ms=arguments.join_timeout_ms,
             heartbeat_timeout_ms=arguments.heartbeat_timeout_ms,
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        show_error(
-            f"The lighthouse cannot listen on {arguments.bind!r}: {error}. Expected HOST:PORT with "
-            "an address of this machine and a free port: correct --bind"
-        )
+        ) as url:
+            print(f"Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE={url}", flush=True)
+            signal.sigwait(stop_signals)
+    except ValueError as error:
+        show_error(str(error))
         return FAILED
-    url = f"http://{shown}:{server.address().rpartition(':')[2]}"
-    print(f"Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE={url}", flush=True)
-    signal.sigwait(stop_signals)
-    server.shutdown()
     return 0

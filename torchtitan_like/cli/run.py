@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     HelpWithSettings,
@@ -20,9 +16,6 @@ from torchtitan_like.cli.common import (
     show_problem,
 )
 from torchtitan_like.util.output import show_error
-
-if TYPE_CHECKING:
-    from torchtitan_like.report.history import History
 
 DIFFERENT = 1
 DEFAULT_PAGE = Path("report.html")
@@ -91,42 +84,16 @@ def configure_watch(parser: argparse.ArgumentParser) -> None:
 
 def run_watch(arguments: argparse.Namespace) -> int:
     """Show the status. Returns the exit code."""
-    try:
-        return catch_value_errors(lambda: _show(arguments))
-    except KeyboardInterrupt:
+    from torchtitan_like.report.watch import watch_run
+
+    def action() -> int:
+        watch_run(arguments.run, None if arguments.once else arguments.every)
         return 0
 
-
-def _show(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.status import has_ended
-
-    with _display(arguments.run) as show:
-        while True:
-            is_last = arguments.once or has_ended(arguments.run)
-            show()
-            if is_last:
-                return 0
-            time.sleep(max(0.0, arguments.every))
-
-
-@contextmanager
-def _display(run: Path) -> Iterator[Callable[[], None]]:
-    """Yield a function that shows the status: in place in a terminal, else as plain lines."""
-    if not sys.stdout.isatty():
-        from torchtitan_like.report.status import status_lines
-
-        yield lambda: print("\n".join(status_lines(run, time.time())), flush=True)
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    from torchtitan_like.report.terminal import status_view
-
-    console = Console(file=getattr(sys.stdout, "unescaped", sys.stdout))
-    with Live(
-        console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False
-    ) as live:
-        yield lambda: live.update(status_view(run, time.time()), refresh=True)
+    try:
+        return catch_value_errors(action)
+    except KeyboardInterrupt:
+        return 0
 
 
 # ---- titan run compare
@@ -237,58 +204,30 @@ def _print_numbers(arguments: argparse.Namespace) -> int:
     from torchtitan_like.report.figures import require_bokeh
     from torchtitan_like.report.history import read_histories
     from torchtitan_like.report.summary import compare, summarize
+    from torchtitan_like.report.watch import write_page
 
     page: Path | None = arguments.output
     if page is not None:
         require_bokeh()
     histories = read_histories(arguments.runs, is_redacted=arguments.redact)
     if page is not None:
-        _write_page(page, histories, is_redacted=arguments.redact)
+        write_page(page, histories, is_redacted=arguments.redact)
     numbers = [summarize(history) for history in histories]
     print_json({"runs": numbers, "comparison": compare(histories)})
     return 0
 
 
 def _write_pages(arguments: argparse.Namespace) -> int:
-    """Write the page once, or every some seconds until all runs have ended."""
     from torchtitan_like.report.figures import require_bokeh
-    from torchtitan_like.report.history import read_histories
-    from torchtitan_like.report.status import has_ended
+    from torchtitan_like.report.watch import write_pages
     from torchtitan_like.util.units import format_bytes
 
     require_bokeh()
     page = arguments.output or DEFAULT_PAGE
-    is_first = True
-    while True:
-        is_last = arguments.every is None or all(map(has_ended, arguments.runs))
-        refresh_seconds = None if is_last else arguments.every
-        histories = read_histories(arguments.runs, is_redacted=arguments.redact)
-        num_bytes = _write_page(
-            page, histories, is_redacted=arguments.redact, refresh_seconds=refresh_seconds
-        )
-        if is_first or is_last:
-            print(f"Wrote {page} ({format_bytes(num_bytes)})", flush=True)
-        if is_last:
-            return 0
-        is_first = False
-        time.sleep(arguments.every)
-
-
-def _write_page(
-    page: Path,
-    histories: Sequence[History],
-    *,
-    is_redacted: bool,
-    refresh_seconds: float | None = None,
-) -> int:
-    """Replace the page. Returns its number of bytes."""
-    from torchtitan_like.report.page import render_page
-    from torchtitan_like.util.files import write_atomically
-
-    text = render_page(histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds)
-    html = text.encode(errors="replace")
-    write_atomically(page, html)
-    return len(html)
+    sizes = write_pages(page, arguments.runs, arguments.every, is_redacted=arguments.redact)
+    for num_bytes in sizes:
+        print(f"Wrote {page} ({format_bytes(num_bytes)})", flush=True)
+    return 0
 
 
 # ---- titan run plot
