@@ -8,7 +8,6 @@ import logging
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     FAILED,
@@ -19,9 +18,6 @@ from torchtitan_like.cli.common import (
 )
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
-
-if TYPE_CHECKING:
-    from torchtitan_like.data.step_samples import StepSample
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
 MIN_VOCAB_SIZE = 258  # the single bytes, BOS and EOS
@@ -376,7 +372,7 @@ def _show(arguments: argparse.Namespace) -> int:
         print(json.dumps({**asdict(content), "recorded_digest": recorded}, indent=2))
         return code
     for sample in content.samples:
-        print(_line(sample, arguments.whole))
+        print(sample.line(None if arguments.whole else WIDTH))
     print(
         f"step {content.step}: {content.num_samples} samples, {content.num_valid_tokens:,} labels, "
         f"digest {content.digest}"
@@ -385,11 +381,3 @@ def _show(arguments: argparse.Namespace) -> int:
         verdict = "DIFFERENT: the run has read other samples" if code else "the same"
         print(f"metrics.jsonl of the run: {recorded}, {verdict}")
     return code
-
-
-def _line(sample: StepSample, whole: bool) -> str:
-    if sample.source is None:
-        return f"{sample.position:>12,}  (padding after the end of the data)"
-    text = sample.text if whole else json.dumps(sample.text[:WIDTH], ensure_ascii=False)
-    source = sample.source or "text"
-    return f"{sample.position:>12,}  {source} epoch {sample.epoch} sample {sample.sample:,}: {text}"

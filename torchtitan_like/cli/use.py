@@ -117,10 +117,11 @@ def _problem(arguments: argparse.Namespace) -> str | None:
 def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
-    from torchtitan_like.inference.generation import Sampling, complete
+    from torchtitan_like.inference.generation import Sampling, complete_all
     from torchtitan_like.inference.loading import EXPORT_REMEDY, load_checkpoint
 
     prompts = arguments.prompt or [""]
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     try:
         loaded = load_checkpoint(
             arguments.step,
@@ -130,15 +131,9 @@ def _generate(arguments: argparse.Namespace) -> int:
             averaged=arguments.ema,
         )
         start = time.perf_counter()
-        completions = []
-        for number, prompt in enumerate(prompts):
-            # Equal prompts get different texts.
-            sampling = Sampling(
-                arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed + number
-            )
-            completions.append(
-                complete(loaded, prompt, num_tokens=arguments.num_tokens, sampling=sampling)
-            )
+        completions = complete_all(
+            loaded, prompts, num_tokens=arguments.num_tokens, sampling=sampling
+        )
         seconds = time.perf_counter() - start
     except torch.OutOfMemoryError as error:
         show_error(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,14 @@ class StepSample:
     epoch: int
     sample: int
     text: str
+
+    def line(self, width: int | None) -> str:
+        """Return a line with the first characters of the text. None: with the whole text."""
+        if self.source is None:
+            return f"{self.position:>12,}  (padding after the end of the data)"
+        text = self.text if width is None else json.dumps(self.text[:width], ensure_ascii=False)
+        source = self.source or "text"
+        return f"{self.position:>12,}  {source} epoch {self.epoch} sample {self.sample:,}: {text}"
 
 
 @dataclass(frozen=True)

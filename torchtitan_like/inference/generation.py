@@ -7,7 +7,7 @@ before it, without a cache of keys and values. This works for every model; to se
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -77,6 +77,17 @@ def complete(
     new_ids, reason = continuation
     text = decode_continuation(tokenizer, prompt_ids, new_ids)
     return Completion(text, len(prompt_ids), len(new_ids), reason)
+
+
+def complete_all(
+    loaded: LoadedModel, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling
+) -> list[Completion]:
+    """Continue several texts, each with the next seed, so that equal prompts get different texts."""
+    completions = []
+    for number, prompt in enumerate(prompts):
+        own = replace(sampling, seed=sampling.seed + number)
+        completions.append(complete(loaded, prompt, num_tokens=num_tokens, sampling=own))
+    return completions
 
 
 def encode_prompt(loaded: LoadedModel, prompt: str) -> list[int]:
