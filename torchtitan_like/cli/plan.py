@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10  # where stderr is not a terminal
 NOTHING_FITS = 1
-OFF = 1
+NOT_AS_PLANNED = 1
 MAX_SECONDS = 300
 
 
-def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Add both options."""
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Add `--gpu` and `--cluster`."""
     from torchtitan_like.plan.clusters import DEFAULT_CLUSTER
     from torchtitan_like.plan.gpus import DEFAULT_GPU
 
@@ -57,8 +57,8 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
-    """Read both descriptions. Raises ValueError that names the option."""
+def _load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
+    """Read the files of `--gpu` and `--cluster`. Raises ValueError that names the option."""
     from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, load_cluster, typical_cluster
     from torchtitan_like.plan.gpus import DEFAULT_GPU, load_gpu
 
@@ -96,7 +96,7 @@ def _load_config(
     return config
 
 
-class ProgressLine:
+class _ProgressLine:
     """Prints how many `units` are done, their rate and the time left, to stderr."""
 
     def __init__(self, units: str) -> None:
@@ -129,7 +129,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_int, metavar="N", help="ranks of the dry run (required)"
     )
-    add_hardware(parser)
+    _add_hardware(parser)
     parser.add_argument(
         "--rank-of-stage",
         default="all",
@@ -182,7 +182,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         )
         return FAILED
     try:
-        gpu, cluster = load_hardware(arguments)
+        gpu, cluster = _load_hardware(arguments)
         if arguments.svg is not None:
             check_picture(arguments.svg / "memory.svg")
     except ValueError as error:
@@ -223,7 +223,7 @@ def _print_plan(
     from torchtitan_like.plan.timeline import step_time
     from torchtitan_like.util.plan_file import write_plan
 
-    runs = dry_runs(config, arguments.world_size, gpu, stages, ProgressLine("dry runs"))
+    runs = dry_runs(config, arguments.world_size, gpu, stages, _ProgressLine("dry runs"))
     memories = memory_of_all(runs, config, gpu)
     notes = assumptions(config)
     time = None
@@ -273,7 +273,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--world-size", type=positive_int, metavar="N", help="GPUs of all nodes (required)"
     )
-    add_hardware(parser)
+    _add_hardware(parser)
     parser.add_argument(
         "--global-batch-tokens",
         type=positive_number,
@@ -342,7 +342,7 @@ def run_search(arguments: argparse.Namespace) -> int:
         )
         return FAILED
     try:
-        gpu, cluster = load_hardware(arguments)
+        gpu, cluster = _load_hardware(arguments)
         if arguments.svg is not None:
             check_picture(arguments.svg)
     except ValueError as error:
@@ -375,7 +375,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
     space = space_of(config, world_size, cluster.gpus_per_node, samples)
     try:
-        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine("dry runs"))
+        found = search(space, gpu, cluster, arguments.max_memory, _ProgressLine("dry runs"))
     except ValueError as error:  # the GPU has no peak for a dtype
         show_error(f"--gpu {gpu.key}: {error}")
         return FAILED
@@ -451,7 +451,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
             print_json(comparison.as_json())
         else:
             print("\n".join(comparison.lines()))
-        return 0 if comparison.is_within_tolerance else OFF
+        return 0 if comparison.is_within_tolerance else NOT_AS_PLANNED
 
     return catch_value_errors(action)
 
@@ -568,7 +568,7 @@ def _measure(arguments: argparse.Namespace) -> int:
                 "out to measure the CPU"
             )
     measured, files = calibrate(
-        arguments.output, gpu, arguments.seconds, ProgressLine("measurements")
+        arguments.output, gpu, arguments.seconds, _ProgressLine("measurements")
     )
     if launched_ranks(os.environ).rank != 0:
         return 0
@@ -591,7 +591,7 @@ def _fit(arguments: argparse.Namespace) -> int:
             "with the file of a device: name one"
         )
     gpu = load_gpu(device)
-    progress = ProgressLine("runs")
+    progress = _ProgressLine("runs")
     started = time.monotonic()
     measured = []
     for number, path in enumerate(arguments.runs):

@@ -145,7 +145,7 @@ def run_before(arguments: argparse.Namespace) -> int:
     """Print the step. Returns the exit code."""
     from torchtitan_like.slurm.job import before
 
-    return _run_decision(lambda config: before(config))
+    return _run_decision(before)
 
 
 def configure_after(parser: argparse.ArgumentParser) -> None:
