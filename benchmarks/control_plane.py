@@ -305,8 +305,7 @@ def measure_gloo(sizes: tuple[int, ...] = (4, 8, 16, 32)) -> Costs:
 
 def measure_heartbeats(num_ranks: int = 2000) -> Costs:
     """Return the costs of a heartbeat of a rank, and of reading it."""
-    from torchtitan_like.resilience.heartbeat import Heartbeat
-    from torchtitan_like.resilience.position import RankPosition
+    from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
     from torchtitan_like.util.run_directory import read_heartbeats
 
     with tempfile.TemporaryDirectory() as folder:

@@ -30,12 +30,11 @@ import torch
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.resilience.agreement import StepAgreement, send
+from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.limits import Limits, used_memory_percent
 from torchtitan_like.resilience.nonfinite import UpdateGate
-from torchtitan_like.resilience.position import RankPosition
-from torchtitan_like.resilience.requests import Requests, first_stop
+from torchtitan_like.resilience.requests import Requests, Switches, first_stop
 from torchtitan_like.resilience.spikes import SpikeDetector
-from torchtitan_like.resilience.switches import Switches
 
 STEPS = 500
 CHECK_INTERVAL_S, SHORT_STEP_S = 5.0, 0.1

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torchtitan_like.distributed.world import LaunchedAs, World
-    from torchtitan_like.resilience.position import RankPosition
+    from torchtitan_like.resilience.heartbeat import RankPosition
     from torchtitan_like.resilience.requests import Requests
     from torchtitan_like.resolved import Run
     from torchtitan_like.util.exit_codes import ExitCode

@@ -34,12 +34,10 @@ from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.preflight import DeviceType, load_checked
 from torchtitan_like.preflight.host_memory import host_memory_need
-from torchtitan_like.resilience.hung_peers import kill_hung_peers
+from torchtitan_like.resilience.heartbeat import RankPosition, kill_hung_peers
 from torchtitan_like.resilience.nonfinite import NonFiniteStateError
-from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import ReplicaError
-from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped
-from torchtitan_like.resilience.switches import Switches
+from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped, Switches
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode

@@ -30,7 +30,7 @@ from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
-from torchtitan_like.resilience.position import RankPosition
+from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import Run
 from torchtitan_like.stored_config import custom_import_in, load_trusted

@@ -46,7 +46,6 @@ from torchtitan_like.build import (
     build_semi_sync_method,
     describe_attention,
 )
-from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.changes import (
     check_changes,
     check_extensions,
@@ -64,6 +63,7 @@ from torchtitan_like.checkpoint.stateful import (
     Progress,
     Stateful,
 )
+from torchtitan_like.checkpoint.stored_weights import EMA_KEY
 from torchtitan_like.checkpoint.torchtitan import check_data_choice
 from torchtitan_like.config import dump_toml
 from torchtitan_like.data.batches.batch import (
@@ -107,7 +107,7 @@ from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
-from torchtitan_like.resilience.heartbeat import Heartbeat
+from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,
@@ -116,18 +116,17 @@ from torchtitan_like.resilience.nonfinite import (
     holds_high_norms,
     nonfinite_names,
 )
-from torchtitan_like.resilience.position import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
     EXIT_CODES,
     Request,
     Requests,
+    Switches,
     decode_requests,
     first_stop,
 )
 from torchtitan_like.resilience.reruns import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
-from torchtitan_like.resilience.switches import Switches
 from torchtitan_like.resolved import Run
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values

@@ -26,7 +26,7 @@ from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
-from torchtitan_like.resilience.position import RankPosition
+from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.train import Trainer
 

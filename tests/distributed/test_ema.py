@@ -17,8 +17,8 @@ from tests.distributed.test_saving import metric_rows
 from tests.distributed.test_saving import run as save
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train as trainer_module
-from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.stored_weights import check_average
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.cli import main as titan
 from torchtitan_like.optim.ema import AveragedWeights

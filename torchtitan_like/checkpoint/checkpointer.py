@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchtitan_like.checkpoint.averages import EMA_KEY
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.intervals import Intervals
@@ -42,6 +41,7 @@ from torchtitan_like.checkpoint.step_folders import (
     stale_stages,
     supersede_later,
 )
+from torchtitan_like.checkpoint.stored_weights import EMA_KEY
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import PIN, step_name
 

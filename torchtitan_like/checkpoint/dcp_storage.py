@@ -55,8 +55,7 @@ from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES, archive_header, archive_trailer
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.util.files import sync_path, write_atomically
-from torchtitan_like.util.os_errors import describe_os_error
+from torchtitan_like.util.files import describe_os_error, sync_path, write_atomically
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 MAX_GAP = 4096  # bytes between two tensors that are read along; more than an archive's trailer

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchtitan_like.checkpoint.averages import EMA_KEY, average_entries
 from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.probes import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
+from torchtitan_like.checkpoint.stored_weights import EMA_KEY, average_entries
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.spec import standard_hf_config

@@ -8,7 +8,7 @@ from typing import TypeVar
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.distributed.world import HostGroup, RankErrors
-from torchtitan_like.util.os_errors import describe_os_error
+from torchtitan_like.util.files import describe_os_error
 
 T = TypeVar("T")
 # Subclasses of CheckpointError that keep their class on all ranks. Others become CheckpointError.

@@ -24,7 +24,6 @@ import torch
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import FileRecord, check_sizes, write_file
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.probes import (
     check_space,
     check_writable,
@@ -104,6 +103,8 @@ class StepWriter:
         final = save.folder / f"{step_name(step)}{save.suffix}"
         staged = save.folder / f"{final.name}.tmp-{self._run_id}"
         if save.dtype is not None and save.kind != "hf":  # an export converts while it writes
+            from torchtitan_like.checkpoint.hf.export import warn_of_overflow
+
             warn_of_overflow(tensors, save.dtype)
             tensors = {name: _as_dtype(name, value, save.dtype) for name, value in tensors.items()}
         try:

@@ -13,7 +13,7 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from torchtitan_like.util.bundle import find_config
-from torchtitan_like.util.os_errors import describe_os_error
+from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.output import show_error
 
 DAMAGED = 1

@@ -5,10 +5,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from torchtitan_like.config.rules import Rule
-from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import Checkpoint
+
+LOCAL_FOLDER = (
+    "a folder, not a URI: a checkpoint is committed by renaming its folder, "
+    "which needs a POSIX file system"
+)
+COPY_LATER = "save to a local or shared folder, and copy finished checkpoints from there with rclone or rsync"
+
+
+def is_uri(path: str | None) -> bool:
+    """Return True for a path that names an object store, such as s3://bucket/run."""
+    return path is not None and "://" in path
 
 
 def _saves(section: Checkpoint) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from torchtitan_like.config.base import HomePath, Minutes, NameOf, Section, Steps
+from torchtitan_like.config.checkpoint_rules import COPY_LATER, LOCAL_FOLDER, is_uri
 from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.rules import Rule
-from torchtitan_like.config.uris import COPY_LATER, LOCAL_FOLDER, is_uri
 
 
 class Job(Section):

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from torchtitan_like.build import identify
-from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
+from torchtitan_like.checkpoint.stored_weights import check_average
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer

@@ -16,7 +16,7 @@ from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.process_start import CODES
 from torchtitan_like.util.exit_codes import CRASH, KILLED, ExitCode
-from torchtitan_like.util.os_errors import describe_os_error
+from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,

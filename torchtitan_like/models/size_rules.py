@@ -69,3 +69,15 @@ def check_divisor(key: str, value: int, of_key: str, of_value: int) -> list[str]
         return []
     nearest = max(n for n in range(1, value) if of_value % n == 0)
     return [f"{key} = {value}: expected a divisor of {of_key} = {of_value}; set {key} = {nearest}"]
+
+
+# The scalings of rotary frequencies that transformers has for whole models.
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+def yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's factor of rotated queries and keys, `0.1 mscale ln(factor) + 1`.
+
+    arXiv:2309.00071, equation 22; `mscale` is DeepSeek's. 1 if the context is not longer.
+    """
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -18,8 +18,7 @@ from pathlib import Path
 
 from torchtitan_like.monitor.memory import cpu_model, host_memory_bytes
 from torchtitan_like.util.credentials import is_secret_name, mask_text
-from torchtitan_like.util.git import git_output, has_tracked_files
-from torchtitan_like.util.version import recorded_commit
+from torchtitan_like.util.version import git_output, has_tracked_files, recorded_commit
 
 MAX_DIFF_BYTES = 4 * 1024**2
 NOT_RECORDED = "<not recorded>"

@@ -12,7 +12,6 @@ import torch
 from torchtitan_like.extensions.optimizers import build_optimizer as build_registered
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.optim import elementwise
-from torchtitan_like.optim.adam import build_adam
 from torchtitan_like.optim.clipping import (
     clip_gradients,
     global_norm,
@@ -395,3 +394,29 @@ def build_optimizer(
     """
     kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
     return kind(named_parameters, section, all_ranks, surroundings)
+
+
+def build_adam(groups: list[ParameterGroup], section: OptimizerSection) -> torch.optim.Optimizer:
+    """Build Adam or AdamW (decoupled weight decay) over groups with the same optimizer."""
+    kinds = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
+    fused = section.implementation == "fused"
+    parameters = [p for group in groups for _, p in group.members]
+    is_on_gpu = any(not p.is_cpu for p in parameters)
+    optimizer: torch.optim.Optimizer = kinds[groups[0].optimizer](
+        [group.as_torch() for group in groups],
+        betas=(section.beta1, section.beta2),
+        eps=section.eps,
+        fused=fused,
+        foreach=section.implementation == "foreach",
+        # Step counts are on the GPU, so that `step_or_restore` can revert them.
+        capturable=is_on_gpu and not fused,
+    )
+    for p in parameters:
+        optimizer.state[p] = {
+            "step": torch.zeros(
+                (), dtype=torch.float32, device=p.device if fused or is_on_gpu else "cpu"
+            ),
+            "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+            "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+        }
+    return optimizer

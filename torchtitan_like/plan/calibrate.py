@@ -28,8 +28,7 @@ from torchtitan_like.node.ranks import join_ranks, launched_ranks, num_cores
 from torchtitan_like.plan.clusters import Cluster, cluster_text, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text
-from torchtitan_like.plan.progress import Progress
-from torchtitan_like.plan.record import Recorder
+from torchtitan_like.plan.record import Progress, Recorder
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.units import GIB, MIB
 

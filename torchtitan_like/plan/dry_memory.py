@@ -15,7 +15,7 @@ from torchtitan_like.plan.dry_run import (
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
-from torchtitan_like.plan.progress import Progress
+from torchtitan_like.plan.record import Progress
 from torchtitan_like.resolved import resolve
 
 

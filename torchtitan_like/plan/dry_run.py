@@ -42,8 +42,7 @@ from torchtitan_like.plan.fake import (
     register_device,
 )
 from torchtitan_like.plan.gpus import Gpu
-from torchtitan_like.plan.progress import Progress
-from torchtitan_like.plan.record import Recorder, Recording
+from torchtitan_like.plan.record import Progress, Recorder, Recording
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.step import StepRunner

@@ -70,6 +70,10 @@ Pass = Literal["forward", "backward", "recomputation", "update"]
 COMPUTE = 0  # the stream of the model's own kernels
 
 
+# Called with a phase, what is done, the total, and seconds since the phase began.
+Progress = Callable[[str, int, int, float], None]
+
+
 class Group(NamedTuple):
     """A process group. stride: distance of its first two ranks, 0 for one rank.
 

@@ -25,12 +25,12 @@ from torchtitan_like.plan.layouts import (
     with_faster_kernels,
     with_float8,
 )
-from torchtitan_like.plan.progress import Progress
 from torchtitan_like.preflight import check, check_layout
 
 if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
     from torchtitan_like.plan.extend import Estimate
+    from torchtitan_like.plan.record import Progress
 
 NUM_DRY_RUN = 6  # layouts of a round that are dry-run at two depths
 NUM_FULL = 3  # layouts that are dry-run at full depth

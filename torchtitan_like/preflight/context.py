@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
-from torchtitan_like.config.compile_backends import GRAPH_BACKENDS
+from torchtitan_like.config.sections_scale import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import splits_backward

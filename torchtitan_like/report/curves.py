@@ -9,10 +9,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_like.report.decimation import decimate
 from torchtitan_like.report.history import History, validation_sets
 from torchtitan_like.report.recorded import as_time, rows_as_floats
-from torchtitan_like.report.summary import smoothed_loss, smoothing_window
+from torchtitan_like.report.summary import decimate, smoothed_loss, smoothing_window
 from torchtitan_like.report.tolerant import Floats, Row
 from torchtitan_like.util.jsonl import to_json_value
 from torchtitan_like.util.pictures import PALETTE

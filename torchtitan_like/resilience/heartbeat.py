@@ -1,18 +1,21 @@
-"""Write the position of each rank to a file, which explains a run that hangs."""
+"""The position of each rank, written to a file: it explains a run that hangs, and finds hung peers."""
 
 from __future__ import annotations
 
 import faulthandler
 import json
 import logging
+import math
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-from torchtitan_like.resilience.position import Position, RankPosition
 from torchtitan_like.util import run_directory
 from torchtitan_like.util.files import WriteFailures, write_atomically
 
@@ -23,6 +26,39 @@ INTERVAL = 5.0  # seconds between two checks
 # pause of a rank in seconds.
 MAX_WRITES_PER_SECOND = 500
 MAX_PAUSE = 30
+
+
+class Position(NamedTuple):
+    """A phase of a step: "start", "join", "step", "validate", "save" or "end".
+
+    time: Unix time of its start. "join": the rank waits for other replica groups, which is not a hang.
+    """
+
+    phase: str
+    step: int
+    micro_batch: int
+    time: float
+
+
+class RankPosition:
+    """The current position of this rank, which its heartbeat and the record of a crash report.
+
+    attempt_folder: None before the run has opened an attempt.
+    stall_seconds: a rank that stays at one position of a step for longer is hung.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.attempt_folder: Path | None = None
+        self.stall_seconds = math.inf
+        self.current = Position("start", 0, 0, clock())
+        self._clock = clock
+
+    def move(self, phase: str, step: int, micro_batch: int = 0) -> None:
+        """Set the position. Takes less than a microsecond."""
+        self.current = Position(phase, step, micro_batch, self._clock())
+
+    def step_and_micro_batch(self) -> tuple[int, int]:
+        return self.current.step, self.current.micro_batch
 
 
 class Heartbeat:
@@ -110,3 +146,35 @@ class Heartbeat:
         while not self._end.wait(INTERVAL):
             self.check()
         self.check()
+
+
+def kill_hung_peers(
+    attempt_folder: Path,
+    stall_seconds: float,
+    rank: int,
+    num_ranks: int,
+    clock: Callable[[], float] = time.time,
+) -> None:
+    """Kill the ranks of this launcher whose heartbeat is older than `stall_seconds`.
+
+    For a rank that fails: its hung peers cannot end by themselves, and torchrun waits for them for
+    half a minute before it kills them.
+    """
+    import psutil
+
+    # torchrun numbers the ranks of a node consecutively. Other launchers set neither variable.
+    first = rank - int(os.environ.get("LOCAL_RANK", rank))
+    own_process = (socket.gethostname(), os.getppid())
+    for peer in range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))):
+        file = run_directory.heartbeat_file(attempt_folder, peer)
+        with suppress(OSError, ValueError, psutil.Error):  # the peer has ended
+            heartbeat = json.loads(file.read_text(encoding="utf-8"))
+            pid = heartbeat["pid"]
+            seconds = clock() - heartbeat["time"]
+            is_peer = (
+                pid != os.getpid()
+                and (heartbeat["host"], psutil.Process(pid).ppid()) == own_process
+            )
+            if is_peer and seconds > stall_seconds:
+                logger.error(f"{file.stem} has hung for {seconds:.0f} s: killing it")
+                os.kill(pid, signal.SIGKILL)

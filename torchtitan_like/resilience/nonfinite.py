@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from torchtitan_like.resilience.host_copy import HostCopy
 from torchtitan_like.resilience.spikes import SpikeWindow
 from torchtitan_like.util.shards import local_shard
 
@@ -68,6 +67,26 @@ class _Step(Generic[Progress]):
     @property
     def nonfinite_in_a_row(self) -> int:
         return int(self.copy.read()[2])
+
+
+class HostCopy:
+    """An asynchronous copy of 1-dim device values. It is complete one or two steps later."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self._host = values
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._host.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> list[float]:
+        """Block until the copy is complete and return the values."""
+        if self._event is not None:
+            self._event.synchronize()
+        values: list[float] = self._host.tolist()
+        return values
 
 
 class UpdateGate(Generic[Progress]):

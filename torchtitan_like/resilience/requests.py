@@ -10,9 +10,15 @@ import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
+from torchtitan_like.util import run_directory
 from torchtitan_like.util.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from torchtitan_like.config.sections_run import Resilience
 
 
 class Request(IntEnum):
@@ -110,6 +116,26 @@ class Requests:
         finally:
             for signum, old in former.items():
                 signal.signal(signum, old)
+
+
+class Switches:
+    """Reads the switch files of a run, on rank 0 only. The step's agreement shares the requests."""
+
+    def __init__(self, run: Path, section: Resilience) -> None:
+        paths = run_directory.switches(run, section.kill_switch_path, section.save_switch_path)
+        self.kill = paths.kill
+        self._once = {paths.save: Request.SAVE, paths.export: Request.EXPORT}
+
+    def read(self) -> list[Request]:
+        """Return the requests of the files. Removes SAVE and EXPORT; KILL stays for later runs."""
+        requests = [Request.KILL] if self.kill.exists() else []
+        for path, request in self._once.items():
+            try:
+                path.unlink()
+            except OSError:
+                continue
+            requests.append(request)
+        return requests
 
 
 def decode_requests(counts: Sequence[int]) -> list[Request]:

@@ -18,7 +18,7 @@ from torchtitan_like.checkpoint.tools.listing import list_checkpoints
 from torchtitan_like.cli import main
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER
-from torchtitan_like.util.os_errors import describe_os_error
+from torchtitan_like.util.files import describe_os_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 # Nobody may create a file there, not even root: "Permission denied" or "Read-only file system".

@@ -9,7 +9,7 @@ import torch
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
-from torchtitan_like.optim.rounding import random_bits, round_stochastically
+from torchtitan_like.optim.elementwise import random_bits, round_stochastically
 from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble, tensor_key
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_like.report.decimation import decimate, trailing_mean
+from torchtitan_like.report.summary import decimate, trailing_mean
 
 VALUES = st.lists(st.floats(width=32), max_size=400)
 LIMITS = st.integers(4, 60)

@@ -15,9 +15,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.resilience import heartbeat as heartbeats
-from torchtitan_like.resilience.heartbeat import Heartbeat
-from torchtitan_like.resilience.hung_peers import kill_hung_peers
-from torchtitan_like.resilience.position import RankPosition
+from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition, kill_hung_peers
 from torchtitan_like.util.files import WriteFailures
 
 

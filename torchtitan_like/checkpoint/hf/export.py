@@ -40,10 +40,10 @@ from torchtitan_like.checkpoint.hf.plan import (
     plan_tensors,
 )
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, FileLayout
-from torchtitan_like.checkpoint.overflow import warn_of_overflow
 from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows, Table
+from torchtitan_like.util.shards import local_shard
 
 logger = logging.getLogger()
 
@@ -252,3 +252,32 @@ def _unpack(message: Tensor, copies: Sequence[ExtentCopy]) -> list[Tensor]:
         values.append(data.view(DTYPES[copy.dtype]).view(copy.shape))
         start += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
     return values
+
+
+def warn_of_overflow(tensors: Mapping[str, Any], dtype: torch.dtype | None) -> None:
+    """Log the floating-point tensors whose local shard has numbers beyond the range of `dtype`."""
+    if dtype is None or not dtype.is_floating_point:
+        return
+    names = [
+        name
+        for name, tensor in tensors.items()
+        if isinstance(tensor, torch.Tensor) and _overflows(tensor, dtype)
+    ]
+    if names:
+        logger.warning(
+            f"{len(names)} tensors overflow to infinity in {str(dtype).removeprefix('torch.')}: "
+            f"{', '.join(names)}. Expected numbers up to {torch.finfo(dtype).max:g}. Use "
+            "bfloat16 or float32"
+        )
+
+
+def _overflows(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    local = local_shard(tensor)
+    # bfloat16 has nearly the range of float32. A check would read all weights for half a percent.
+    if (
+        not local.is_floating_point()
+        or not local.numel()
+        or torch.finfo(local.dtype).max < 2 * torch.finfo(dtype).max
+    ):
+        return False
+    return bool(torch.stack(torch.aminmax(local)).to(dtype).isinf().any())

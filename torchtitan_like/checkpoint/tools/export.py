@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 
-from torchtitan_like.checkpoint.averages import check_average
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import write_file
@@ -17,7 +16,7 @@ from torchtitan_like.checkpoint.probes import check_space
 from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
-from torchtitan_like.checkpoint.stored_weights import StoredWeights
+from torchtitan_like.checkpoint.stored_weights import StoredWeights, check_average
 from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import CONFIG

@@ -25,7 +25,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -55,7 +55,6 @@ from torchtitan_like.data.tokens.token_file import (
     token_type,
 )
 from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
-from torchtitan_like.util.user_folders import user_cache
 
 logger = logging.getLogger()
 
@@ -423,3 +422,12 @@ def _check(staging: Staging, corpus: Corpus, key: dict[str, Any]) -> None:
         )
     if staging.meta.num_documents == 0:
         raise DataError(f"no text in {corpus}. Expected documents: check the path")
+
+
+def user_cache(variables: Mapping[str, str]) -> Path:
+    """Return the cache folder of this package: below $XDG_CACHE_HOME, else below ~/.cache.
+
+    The path is relative for a user without a home folder.
+    """
+    home = variables.get("HOME") or os.path.expanduser("~")
+    return Path(variables.get("XDG_CACHE_HOME") or f"{home}/.cache") / "torchtitan_like"

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchtitan_like.models.attention_rules import MASK_TYPES, check_attention
-from torchtitan_like.models.rope_rules import ROPE_TYPES
 from torchtitan_like.models.size_rules import (
+    ROPE_TYPES,
     check_base,
     check_divisor,
     check_even,

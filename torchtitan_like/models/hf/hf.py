@@ -23,8 +23,7 @@ from torchtitan_like.models.hf_fields import (
     Refusal,
 )
 from torchtitan_like.models.hf_table import Rows
-from torchtitan_like.models.rope_rules import yarn_scale
-from torchtitan_like.models.size_rules import MAX_LAYERS, MAX_SIZE
+from torchtitan_like.models.size_rules import MAX_LAYERS, MAX_SIZE, yarn_scale
 from torchtitan_like.models.spec import HfModel
 
 _ATTENTION = "model.layers.{}.self_attn."

@@ -8,9 +8,9 @@ import shutil
 import sys
 from importlib.metadata import entry_points
 
-from torchtitan_like.config.compile_backends import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.sections_scale import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
 from torchtitan_like.preflight.context import RunContext
 from torchtitan_like.preflight.rules.keys import AC_MODE, COMPILE, IMPL
