@@ -1,4 +1,4 @@
-"""Tensors on the host to load a checkpoint's weights into, without a model."""
+"""The weights and averaged weights of a native step, and tensors on the host to load them into."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 
@@ -66,6 +65,8 @@ class StoredWeights(HostTensors):
         self, stored: Mapping[str, Any], rank: int, world_size: int, *, averaged: bool = False
     ) -> None:
         """`stored`: the entries of DCP's metadata, by name. averaged: see `Start`."""
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
         entries = average_entries(stored) if averaged else {}
         weights = {
             name: stored[entries.get(name, name)]
