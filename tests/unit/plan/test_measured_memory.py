@@ -16,12 +16,9 @@ from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.units import GIB
 
 ROOT = Path(__file__).resolve().parents[3]
-# Settings in addition to llama3_8b.toml on 8 GPUs -> GiB reserved and active.
-MEASURED = {
-    "": (38.86, 33.98),
-    "--loss.chunk_mib=0": (44.49, 39.73),
-    "--parallelism.tensor_parallel_degree=2": (30.53, 25.80),
-}
+# Settings in addition to llama3_8b.toml on 8 GPUs -> GiB reserved and active. The runs with chunks of
+# logits in that page were measured before the loss added weight gradients inside its products.
+MEASURED = {"--loss.chunk_mib=0": (44.49, 39.73)}
 
 
 @pytest.mark.nightly
