@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import RANK_SIGNALS, SIGNAL_CODES, ExitCode
 from torchtitan_like.util.output import open_closed_streams
 
 if TYPE_CHECKING:
@@ -24,23 +24,17 @@ if TYPE_CHECKING:
 
 # Environment variable with the process id of the launcher. The process ends when the launcher does.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
-# Exit codes of a process that a signal stops before the first step.
-CODES = {
-    signal.SIGINT: ExitCode.INTERRUPTED,
-    signal.SIGTERM: ExitCode.REQUEUE,
-    signal.SIGUSR1: ExitCode.REQUEUE,
-}
 PR_SET_PDEATHSIG = 1
 
 
 def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> None:
-    """End the process on a signal of `CODES`, after calling ``record``.
+    """End the process on a signal of `RANK_SIGNALS`, after calling ``record``.
 
     Ignored signals remain ignored.
     """
 
     def end(signum: int, _frame: FrameType | None) -> None:
-        code = CODES[signal.Signals(signum)]
+        code = SIGNAL_CODES[signal.Signals(signum)]
         message = f"Training stopped: {code.reason}, during the imports\n"
         with suppress(OSError):  # a full disk must not change the code
             os.write(2, message.encode())
@@ -48,7 +42,7 @@ def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> N
             record(code)
         os._exit(code)
 
-    for signum in CODES:
+    for signum in RANK_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, end)
 

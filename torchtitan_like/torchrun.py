@@ -35,10 +35,15 @@ from torch.distributed.launcher import api as launcher_api
 from torchtitan_like.distributed.rendezvous import register_backends
 from torchtitan_like.distributed.store import LOOPBACK
 from torchtitan_like.launcher.options import DEFAULT_PORT
-from torchtitan_like.util.exit_codes import CRASH, KILLED, ExitCode
+from torchtitan_like.util.exit_codes import (
+    CRASH,
+    KILLED,
+    LAUNCHER_SIGNALS,
+    ExitCode,
+    signal_for_ranks,
+)
 from torchtitan_like.util.output import show_error
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # All ranks end together. A launcher that got a signal ends without a word to the others, which would
 # hold their GPUs until this time is over.
 EXIT_BARRIER_S = 30.0
@@ -59,21 +64,19 @@ def stop_once(signum: int, _frame: FrameType | None) -> None:
 
     Further signals are ignored.
     """
-    for stop_signal in STOP_SIGNALS:
+    for stop_signal in LAUNCHER_SIGNALS:
         signal.signal(stop_signal, signal.SIG_IGN)
-    # Ranks do not handle SIGHUP.
-    passed_on = signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
-    raise SignalException(f"received signal {signum}", sigval=passed_on)
+    raise SignalException(f"received signal {signum}", sigval=signal_for_ranks(signum))
 
 
 def main(argv: list[str]) -> int:
     """Run the ranks to their end. Return the exit code."""
     arguments = torch_run.parse_args(argv)
     set_rendezvous(arguments)
-    for signum in STOP_SIGNALS:
+    for signum in LAUNCHER_SIGNALS:
         if signal.getsignal(signum) is not signal.SIG_IGN:
             signal.signal(signum, stop_once)
-    # torchrun must not handle STOP_SIGNALS: it would end at the second signal.
+    # torchrun must not handle LAUNCHER_SIGNALS: it would end at the second signal.
     arguments.signals_to_handle = "SIGQUIT"
     os.environ[LAUNCHER] = str(os.getpid())
     # torchrun has no option for it.

@@ -12,7 +12,7 @@ from torch.distributed.launcher import api as launcher_api
 from torchtitan_like.process_start import LAUNCHER
 from torchtitan_like.torchrun import (
     EXIT_BARRIER_S,
-    STOP_SIGNALS,
+    LAUNCHER_SIGNALS,
     early_code,
     main,
     set_rendezvous,
@@ -80,7 +80,7 @@ def test_launchers_do_not_wait_long_for_one_that_got_a_signal(
     monkeypatch.setattr(launcher_api, "LocalElasticAgent", LocalElasticAgent)
     monkeypatch.setattr(torch_run, "run", lambda _: agents.append(launcher_api.LocalElasticAgent))
     monkeypatch.setenv(LAUNCHER, "")
-    handlers = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in LAUNCHER_SIGNALS}
     try:
         assert main(["--nnodes=2", "--node_rank=0", "--master_addr=node-1", "program.py"]) == 0
     finally:

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
-from torchtitan_like.process_start import CODES
-from torchtitan_like.util.exit_codes import CRASH, KILLED, ExitCode
+from torchtitan_like.util.exit_codes import CRASH, KILLED, RANK_SIGNALS, SIGNAL_CODES, ExitCode
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
@@ -103,9 +102,9 @@ def report_end(
     # If its folder cannot be written, a run writes exit.json into the folder of its launcher.
     if launcher_folder is not None and (launcher_folder / EXIT).exists():
         exit_folder = launcher_folder
-    if passed_on is None and code - 128 in list(CODES):  # torchrun itself got the signal
+    if passed_on is None and code - 128 in RANK_SIGNALS:  # torchrun itself got the signal
         passed_on = signal.Signals(code - 128)
-    stop = None if passed_on is None else CODES[passed_on]
+    stop = None if passed_on is None else SIGNAL_CODES[passed_on]
     end = None
     try:
         end = read_exit(exit_folder)
@@ -127,7 +126,7 @@ def report_end(
             f"file at the end of every run. Read the logs below {folder / ATTEMPTS}."
         )
         return CRASH
-    early = ExitCode(code) if code in CODES.values() else stop
+    early = ExitCode(code) if code in SIGNAL_CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
         end = RunEnd(early.reason, int(early), None)
         _write_exit(folder, end)

@@ -27,7 +27,12 @@ from torchtitan_like.launcher.options import (
     read_options,
     torchrun_arguments,
 )
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import (
+    LAUNCHER_SIGNALS,
+    SIGNAL_CODES,
+    ExitCode,
+    signal_for_ranks,
+)
 from torchtitan_like.util.output import flush_or_discard, show, show_error
 from torchtitan_like.util.run_directory import LAUNCHER_FOLDER
 
@@ -47,12 +52,6 @@ OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORC
 SHUTDOWN_SECONDS = (
     "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
 )
-# Signal -> the signal that is passed on, and the exit code before the run starts.
-SIGNALS = {
-    signal.SIGINT: (signal.SIGINT, ExitCode.INTERRUPTED),
-    signal.SIGTERM: (signal.SIGTERM, ExitCode.REQUEUE),
-    signal.SIGHUP: (signal.SIGTERM, ExitCode.REQUEUE),
-}
 
 
 class StoppedBeforeStart(BaseException):
@@ -77,8 +76,8 @@ class SignalRelay:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals of `SIGNALS` that are not ignored. Ignore all of them afterwards."""
-        for signum in SIGNALS:
+        """Handle the signals of `LAUNCHER_SIGNALS` that are not ignored. Ignore all of them afterwards."""
+        for signum in LAUNCHER_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
         try:
@@ -101,14 +100,13 @@ class SignalRelay:
 
     def ignore(self) -> None:
         """Ignore further signals."""
-        for signum in SIGNALS:
+        for signum in LAUNCHER_SIGNALS:
             signal.signal(signum, signal.SIG_IGN)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
-        passed_on, code = SIGNALS[signal.Signals(signum)]
         if not self.is_starting:
-            raise StoppedBeforeStart(code)
-        self.passed_on = passed_on
+            raise StoppedBeforeStart(SIGNAL_CODES[signal.Signals(signum)])
+        self.passed_on = passed_on = signal_for_ranks(signum)
         show_error(f"Passing {passed_on.name} on to the run, which saves a checkpoint and ends.")
         self._send(passed_on)
 

@@ -9,7 +9,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from torchtitan_like.resilience.requests import SIGNALS
+from torchtitan_like.util.exit_codes import RANK_SIGNALS
 from torchtitan_like.util.output import flush_or_discard
 
 MAX_WAIT_SECONDS = 60  # for threads that still write
@@ -25,7 +25,7 @@ def end_process(code: int) -> NoReturn:
     completed job into a failed one. An alarm does the same for a thread that hangs.
     """
     _flush()
-    for signum in (*SIGNALS, signal.SIGALRM):
+    for signum in (*RANK_SIGNALS, signal.SIGALRM):
         signal.signal(signum, lambda *_: os._exit(code))
     signal.alarm(MAX_WAIT_SECONDS)
     # The interpreter calls this too: it stops idle workers of thread pools, such as the compiler's.

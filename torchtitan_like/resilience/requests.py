@@ -15,7 +15,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from torchtitan_like.util import run_directory
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import RANK_SIGNALS, ExitCode
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
@@ -51,12 +51,6 @@ EXIT_CODES = {
     Request.HOST_MEMORY: ExitCode.REQUEUE,
     Request.GPU_MEMORY: ExitCode.REQUEUE,
     Request.DATA_EXHAUSTED: ExitCode.DONE,
-}
-SIGNALS = {
-    signal.SIGINT: Request.INTERRUPT,
-    signal.SIGTERM: Request.TERMINATE,
-    # Slurm sends it before a job ends. Without torchrun only, because it kills torchrun.
-    signal.SIGUSR1: Request.TERMINATE,
 }
 
 
@@ -103,14 +97,14 @@ class Requests:
         """
 
         def handler(signum: int, _frame: FrameType | None) -> None:
-            request = SIGNALS[signal.Signals(signum)]
+            request = Request.INTERRUPT if signum == signal.SIGINT else Request.TERMINATE
             if self.defer_signals:
                 self.add(request)
             else:
                 self.defer_signals = True
                 raise Stopped(request)
 
-        former = {signum: signal.signal(signum, handler) for signum in SIGNALS}
+        former = {signum: signal.signal(signum, handler) for signum in RANK_SIGNALS}
         try:
             yield
         finally:

@@ -7,6 +7,7 @@ of 1 without exit.json is a crash.
 
 from __future__ import annotations
 
+import signal
 from enum import IntEnum
 
 KILLED = 128 + 9  # a shell's code of a process that SIGKILL has ended; the system kills so, too
@@ -28,6 +29,24 @@ class ExitCode(IntEnum):
     @property
     def reason(self) -> str:
         return self.name.lower()
+
+
+# Signals that end a run, with the code of a process that they end before the first step.
+SIGNAL_CODES = {
+    signal.SIGINT: ExitCode.INTERRUPTED,
+    signal.SIGTERM: ExitCode.REQUEUE,
+    signal.SIGHUP: ExitCode.REQUEUE,
+    signal.SIGUSR1: ExitCode.REQUEUE,
+}
+# Slurm sends SIGUSR1 before a job ends. Without torchrun only, because it kills torchrun.
+RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+# A terminal that is closed sends SIGHUP.
+LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def signal_for_ranks(signum: int) -> signal.Signals:
+    """Return the signal that a launcher sends to its ranks when it has received `signum`."""
+    return signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
 
 
 # Ends after which the same command may succeed. All others need a person, or nothing.

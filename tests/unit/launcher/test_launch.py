@@ -26,7 +26,7 @@ from torchtitan_like.launcher import machine
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.outcome import prepare_run_folder
-from torchtitan_like.launcher.run import SIGNALS, child_environment
+from torchtitan_like.launcher.run import LAUNCHER_SIGNALS, child_environment
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
 DEBUG_MODEL = TRAIN_CONFIGS / "debug_model.toml"
@@ -105,7 +105,7 @@ class Shell:
 
 @contextmanager
 def signals_restored() -> Iterator[None]:
-    handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+    handlers = {signum: signal.getsignal(signum) for signum in LAUNCHER_SIGNALS}
     try:
         yield
     finally:

@@ -25,13 +25,10 @@ from torch.utils.data import Dataset
 from torchtitan_like.data.batches.batch import Batch, Plan, assemble
 from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.data.samples.packing import JoinedSamples
+from torchtitan_like.util.exit_codes import SIGNAL_CODES
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import DataLoader
-
-# Signals that a terminal or batch system sends to every process. Workers ignore them: they end with
-# the main process.
-_IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 POLL_SECONDS = 2  # between two looks for a request to stop, while the next batch is late
 MAX_SECONDS = 300.0  # of waiting for one batch
@@ -192,7 +189,8 @@ def _values(batch: Batch) -> list[tuple[str, Any]]:
 
 def _start_worker(main_process: int, worker: int) -> None:
     """Leave signals to the main process, and end with it even if it is killed."""
-    for number in _IGNORED_SIGNALS:
+    # A terminal or batch system sends them to every process. Workers end with the main process.
+    for number in SIGNAL_CODES:
         signal.signal(number, signal.SIG_IGN)
     # Runs before multiprocessing's own finalizer, which would wait until a full pipe is read. The
     # other workers hold its read end, so without the main process they would wait forever.
