@@ -17,7 +17,7 @@ from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.cli import executable_commands, parse
 from torchtitan_like.cli import main as titan
-from torchtitan_like.config import ConfigError
+from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.fields import find
 from torchtitan_like.launcher.options import OPTIONS
 from torchtitan_like.launcher.outcome import Start, how_to_resume, summary
@@ -263,11 +263,13 @@ def test_paths_with_spaces_are_quoted_in_printed_commands() -> None:
     only = [StepFolder(100, Path("my run/step-100"), WEIGHTS)]
     assert "path 'my run/step-100' and" in how_to_resume(only, "./run", planned=100, last_step=100)
     metrics = {"enable_tensorboard": True, "save_tb_folder": "tb"}
-    config = {
-        "metrics": metrics,
-        "checkpoint": {"enable": False, "folder": "c"},
-        "training": {"steps": 1},
-    }
+    config = JobConfig.model_validate(
+        {
+            "metrics": metrics,
+            "checkpoint": {"enable": False, "folder": "c"},
+            "training": {"steps": 1},
+        }
+    )
     start = Start(since=0.0, num_nodes=1, command="./run", titan=["titan"])
     assert "--logdir 'my run/tb'" in summary(config, Path("my run"), start, 1)[0]
 
