@@ -189,7 +189,7 @@ def test_malformed_exit_json_counts_as_a_crash(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "exit.json").write_text(NESTED)
-    config: dict[str, Any] = {"job": {"dump_folder": str(tmp_path)}}
+    config = load_config(["--job.dump_folder", str(tmp_path)])
     assert report_end(config, 0, None, Start(0.0, 1, "command", ["titan"])) == CRASH
     assert (
         "exit.json is malformed: it is nested too deeply. Expected reason, code and step: "
