@@ -53,7 +53,7 @@ class _CheckpointErrors(RankErrors):
             del problem
 
     def merge(self, errors: list[Exception]) -> CheckpointError:
-        """Return one error with every message. It has the class of the errors if that is the same."""
+        """Return one error with every message. It has the class that all errors have, if any."""
         messages = dict.fromkeys(map(str, errors))  # DCP raises the same message on every rank
         classes = {_error_class(error) for error in errors}
         error_class = classes.pop() if len(classes) == 1 else CheckpointError

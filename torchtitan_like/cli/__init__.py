@@ -2,7 +2,7 @@
 
 For a sub-command such as `titan ckpt ls`, its module has `configure_ls(parser)`, which adds the
 arguments, and `run_ls(arguments)`, which returns the exit code. Only the module of the chosen
-sub-command is imported. This package parses arguments and prints output; other packages do the work.
+sub-command is imported. This package only parses arguments and prints output.
 """
 
 from __future__ import annotations

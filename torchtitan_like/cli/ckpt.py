@@ -19,7 +19,6 @@ from torchtitan_like.cli.common import (
     positive_int,
     positive_number,
     run_checked,
-    show_problem,
 )
 
 if TYPE_CHECKING:
@@ -195,16 +194,14 @@ def run_export(arguments: argparse.Namespace) -> int:
 def _export(arguments: argparse.Namespace) -> int:
     import torch
 
-    from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
     from torchtitan_like.checkpoint.tools.export import export_step
     from torchtitan_like.checkpoint.tools.launched import launched_group
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import TokenizerError
     from torchtitan_like.stored_config import identify_step
 
     with launched_group() as group:
-        try:
+
+        def action() -> int:
             export_step(
                 arguments.step,
                 arguments.out.absolute(),
@@ -214,13 +211,11 @@ def _export(arguments: argparse.Namespace) -> int:
                 shard_gb=arguments.shard_gb,
                 averaged=arguments.ema,
             )
-        except (CheckpointError, ConfigError, TokenizerError, OSError) as error:
             if group.rank == 0:
-                show_problem(error)
-            return FAILED
-        if group.rank == 0:
-            print(f"{arguments.out} is complete")
-    return 0
+                print(f"{arguments.out} is complete")
+            return 0
+
+        return run_checked(action, damage_code=FAILED, is_leader=group.rank == 0)
 
 
 # ---- titan ckpt convert
@@ -356,12 +351,12 @@ def run_consolidate(arguments: argparse.Namespace) -> int:
 
 
 def _consolidate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.checkpoint.errors import CheckpointError
     from torchtitan_like.checkpoint.tools.launched import launched_group
     from torchtitan_like.checkpoint.tools.merge import merge_shards
 
     with launched_group() as group:
-        try:
+
+        def action() -> int:
             records = merge_shards(
                 arguments.shards,
                 arguments.out,
@@ -369,14 +364,12 @@ def _consolidate(arguments: argparse.Namespace) -> int:
                 index=arguments.mapping,
                 removes_shards=arguments.remove_shards,
             )
-        except (CheckpointError, OSError) as error:
             if group.rank == 0:
-                show_problem(error)
-            return FAILED
-        if group.rank == 0:
-            num_bytes = sum(record.size for record in records.values())
-            print(f"{arguments.out}: {len(records)} files, {num_bytes:,} bytes")
-    return 0
+                num_bytes = sum(record.size for record in records.values())
+                print(f"{arguments.out}: {len(records)} files, {num_bytes:,} bytes")
+            return 0
+
+        return run_checked(action, damage_code=FAILED, is_leader=group.rank == 0)
 
 
 # ---- titan ckpt interval

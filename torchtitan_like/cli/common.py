@@ -70,6 +70,14 @@ class HelpWithSettings(argparse.Action):
         parser.exit()
 
 
+def names_config(arguments: argparse.Namespace) -> bool:
+    """Return True if the user names a config file, as CONFIG or as a setting."""
+    from torchtitan_like.config.arguments import last_value
+    from torchtitan_like.config.loader import CONFIG_FILE
+
+    return arguments.config is not None or last_value(arguments.settings, CONFIG_FILE) is not None
+
+
 def with_config(
     config: str | None, settings: Sequence[str], log: Callable[[str], None]
 ) -> list[str]:

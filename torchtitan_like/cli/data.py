@@ -25,6 +25,16 @@ DIFFERENT = 1
 WIDTH = 100  # characters of a sample that are printed
 
 
+def _add_text_field(parser: argparse.ArgumentParser) -> None:
+    """Add `--text-field`."""
+    parser.add_argument(
+        "--text-field",
+        default="text",
+        metavar="NAME",
+        help="field or column with the text (default: text)",
+    )
+
+
 # ---- titan data tokenize
 
 
@@ -42,12 +52,7 @@ def configure_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="the folder to create"
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field or column with the text (default: text)",
-    )
+    _add_text_field(parser)
     parser.add_argument(
         "--format", choices=FORMATS, default="auto", help="default: by the names of the files"
     )
@@ -221,12 +226,7 @@ def _configure_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--format", choices=[*FORMATS, "tokens"], default="auto", help="as in [data.sources]"
     )
-    parser.add_argument(
-        "--text-field",
-        default="text",
-        metavar="NAME",
-        help="field or column with the text (default: text)",
-    )
+    _add_text_field(parser)
     parser.add_argument(
         "--on-bad-record",
         choices=["error", "skip"],

@@ -6,7 +6,6 @@ import argparse
 import os
 import sys
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from torchtitan_like.cli.common import (
     add_json_flag,
     catch_value_errors,
     end_rank,
+    names_config,
     positive_int,
     positive_number,
     print_json,
@@ -79,15 +79,13 @@ def _load_config(
     """Return the checked configuration, and print its warnings. None after printing its errors."""
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_checked
-    from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.preflight import load_for_command
 
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:
-        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-            config, warnings = load_checked(
-                settings, world_size, training=False, device_type=gpu.device_type
-            )
+        config, warnings = load_for_command(
+            settings, world_size, training=False, device_type=gpu.device_type
+        )
     except ConfigError as error:
         show_error(str(error))
         return None
@@ -170,9 +168,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     from torchtitan_like.util.pictures import check_picture
 
-    names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
     is_missing = {
-        "CONFIG": arguments.config is None and "__job.config_file" not in names,
+        "CONFIG": not names_config(arguments),
         "--world-size": arguments.world_size is None,
     }
     if missing := [name for name, value in is_missing.items() if value]:
@@ -326,8 +323,7 @@ def run_search(arguments: argparse.Namespace) -> int:
     """Search, print and write. Returns the exit code."""
     from torchtitan_like.util.pictures import check_picture
 
-    names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
-    if arguments.config is None and "__job.config_file" not in names:
+    if not names_config(arguments):
         show_error("titan plan search: CONFIG is missing. Expected a TOML file: name it")
         return FAILED
     if arguments.world_size is None:
@@ -581,7 +577,6 @@ def _fit(arguments: argparse.Namespace) -> int:
     from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, load_cluster
     from torchtitan_like.plan.fit import fit_runs, fitted_text, read_measured
     from torchtitan_like.plan.gpus import load_gpu
-    from torchtitan_like.util.modules import searching_modules_in
 
     start = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
     device = arguments.gpu or start.gpu
@@ -597,8 +592,7 @@ def _fit(arguments: argparse.Namespace) -> int:
     for number, path in enumerate(arguments.runs):
         progress("dry runs", number, len(arguments.runs), time.monotonic() - started)
         try:
-            with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-                measured.append(read_measured(path, gpu))
+            measured.append(read_measured(path, gpu))
         except ConfigError as error:
             show_error(f"{path}: {error}")
             return os.EX_CONFIG

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from contextlib import redirect_stdout
-from pathlib import Path
 
-from torchtitan_like.cli.common import HelpWithSettings, with_config
+from torchtitan_like.cli.common import HelpWithSettings, names_config, with_config
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -48,8 +46,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     from torchtitan_like.util.output import show
 
     config = arguments.config
-    names = {word.partition("=")[0].replace("-", "_") for word in arguments.settings}
-    if config is None and "__job.config_file" not in names:
+    if not names_config(arguments):
         config = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG
     settings = with_config(config, arguments.settings, show)
     options = {option.key: getattr(arguments, option.key) for option in OPTIONS}
@@ -91,8 +88,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Check the configuration. Returns the exit code."""
     from torchtitan_like.config import ConfigError, Problem, dump_toml
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_checked
-    from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.preflight import load_for_command
     from torchtitan_like.util.output import show_error
 
     world_size = arguments.world_size
@@ -121,15 +117,12 @@ def run_check(arguments: argparse.Namespace) -> int:
     try:
         if problems:
             raise ConfigError(problems)
-        # The ranks of `titan train` and torchrun find the modules of experimental.custom_import in
-        # the current folder. Such a module may print.
-        with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-            config, warnings = load_checked(
-                settings,
-                None if world_size is None else int(world_size),
-                training=arguments.training,
-                device_type=arguments.device_type,
-            )
+        config, warnings = load_for_command(
+            settings,
+            None if world_size is None else int(world_size),
+            training=arguments.training,
+            device_type=arguments.device_type,
+        )
     except ConfigError as error:
         show_error(str(error))
         return os.EX_CONFIG

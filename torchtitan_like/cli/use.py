@@ -71,10 +71,10 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     add_json_flag(parser)
     add_import_flag(parser)
     parser.epilog = (
-        "For a look at what a run has learned. The config.toml in STEP defines the model and the\n"
-        "tokenizer. Reads checkpoints of any layout. Runs in one process, on the GPU if there is\n"
-        "one, one text after the other, without a cache of keys and values. Prints tokens per\n"
-        "second to stderr. A text ends at the tokenizer's end-of-text token, N new tokens, or the\n"
+        "Shows what a run has learned. The config.toml in STEP defines the model and the tokenizer.\n"
+        "Reads checkpoints of any layout. Runs in one process, on the GPU if there is one. Prompts\n"
+        "are continued one by one, without a cache of keys and values. Prints tokens per second\n"
+        "to stderr. A text ends at the tokenizer's end-of-text token, N new tokens, or the\n"
         "end of the model's context. For speed, chats and models that need several GPUs:\n"
         "titan ckpt export, then vLLM or transformers.\n\n"
         'example: titan generate outputs/checkpoint/step-100 --prompt "To be" --num-tokens 16'

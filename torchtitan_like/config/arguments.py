@@ -35,12 +35,20 @@ def wants_help(argv: list[str]) -> bool:
 
 
 def last_value(argv: Sequence[str], path: Path) -> str | None:
-    """Return the text that the last flag of a setting has, without parsing the others."""
+    """Return the text after the last flag of a setting, without parsing the others.
+
+    None if there is no such flag, or none with a value. `parse_arguments` reports the latter.
+    """
     value = None
-    for index, argument in enumerate(argv):
-        name, has_value, text = argument.partition("=")
-        if name.startswith("--") and tuple(name[2:].replace("-", "_").split(".")) == path:
-            value = text if has_value else "".join(argv[index + 1 : index + 2])
+    remaining = [argument for argument in argv if _is_unicode(argument)]
+    while remaining:
+        name, equals_sign, text = remaining.pop(0).partition("=")
+        if not name.startswith("--") or name[2:].replace("-", "_") != ".".join(path):
+            continue
+        if equals_sign:
+            value = text
+        elif remaining and not remaining[0].startswith("--"):
+            value = remaining[0]
     return value
 
 

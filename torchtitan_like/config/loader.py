@@ -44,8 +44,11 @@ class CommandLine:
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
-        file = last_value(self.argv, CONFIG_FILE)
-        self._files, self._unreadable = ([], []) if file is None else read_files(file)
+        self._files: list[Layer] = []
+        self._unreadable: list[Problem] = []
+        if (file := last_value(self.argv, CONFIG_FILE)) is not None:
+            self._files, self._unreadable = read_files(file)
+        self._import_problems: list[Problem] | None = None  # None: nothing was imported yet
         self._loaded: JobConfig | ConfigError | None = None
 
     @classmethod
@@ -56,8 +59,13 @@ class CommandLine:
     def import_extensions(self) -> list[Problem]:
         """Import the module of `experimental.custom_import`, which may register names and sections.
 
-        Returns the problem of an import that fails.
+        Returns the problem of an import that fails. A second call imports nothing.
         """
+        if self._import_problems is None:
+            self._import_problems = self._import_extensions()
+        return self._import_problems
+
+    def _import_extensions(self) -> list[Problem]:
         chosen = [
             (layer.origin, value)
             for layer in self._files

@@ -1,7 +1,7 @@
-"""Continue a text with a model, to see what it has learned.
+"""Generate text with a model, one prompt after the other.
 
-One text after the other, and one token after the other. Each token is computed from the whole text
-before it, without a cache of keys and values. This works for every model; to serve one, export it.
+Each token is computed from the whole text before it, without a cache of keys and values. This works
+for every model. To serve a model, export it.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def complete(
 def complete_all(
     loaded: LoadedModel, prompts: Sequence[str], *, num_tokens: int, sampling: Sampling
 ) -> list[Completion]:
-    """Continue several texts, each with the next seed, so that equal prompts get different texts."""
+    """Continue several texts. Each has the next seed, so equal prompts get different texts."""
     completions = []
     for number, prompt in enumerate(prompts):
         own = replace(sampling, seed=sampling.seed + number)

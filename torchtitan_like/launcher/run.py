@@ -13,7 +13,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -65,8 +65,8 @@ class StoppedBeforeStart(BaseException):
 class SignalRelay:
     """Passes signals on to the run, which saves a checkpoint and ends.
 
-    Before the run starts, a signal raises StoppedBeforeStart. The run has a separate process group, so
-    that it receives a Ctrl-C only once, from this process.
+    Before the run starts, a signal raises StoppedBeforeStart. The run has a separate process group,
+    so that it receives a Ctrl-C only once, from this process.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class SignalRelay:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the signals of `LAUNCHER_SIGNALS` that are not ignored. Ignore all of them afterwards."""
+        """Handle `LAUNCHER_SIGNALS`, except ignored ones. Ignore all of them afterwards."""
         for signum in LAUNCHER_SIGNALS:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 signal.signal(signum, self._handle)
@@ -186,29 +186,25 @@ def _launcher_folder() -> Iterator[Path | None]:
 
 
 def check_config(plan: Launch, machine: Machine, settings: Sequence[str]) -> JobConfig:
-    """Check the configuration for each number of machines, as each rank does for its own.
+    """Check the configuration for each number of machines, before any rank starts.
 
-    It reports every error that can be detected before ranks start. Returns the configuration.
-    Raises LaunchError with the code BAD_CONFIG.
+    Returns the configuration. Raises LaunchError with all problems and the code BAD_CONFIG.
     """
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.loader import CommandLine
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_checked
-    from torchtitan_like.util.modules import searching_modules_in
+    from torchtitan_like.preflight import load_for_command
 
     command_line = CommandLine(settings)
     shown = None
     for nodes in range(plan.min_nodes, plan.max_nodes + 1):
         try:
-            # The ranks find the user's modules in the current folder. Such a module may print.
-            with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
-                config, warnings = load_checked(
-                    command_line,
-                    plan.num_ranks * nodes,
-                    training=True,
-                    device_type=None if machine.num_gpus else "cpu",
-                )
+            config, warnings = load_for_command(
+                command_line,
+                plan.num_ranks * nodes,
+                training=True,
+                device_type=None if machine.num_gpus else "cpu",
+            )
         except ConfigError as error:
             raise LaunchError(str(error)) from error
         if warnings and report(warnings) != shown:

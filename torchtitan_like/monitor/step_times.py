@@ -1,4 +1,4 @@
-"""Divide the time of each profiled step of a rank into compute, communication, data wait and idle."""
+"""Divide each profiled step of a rank into compute, communication, data wait and idle time."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ NCCL = "nccl"  # start of the names of its kernels
 ANNOTATIONS = (STEP, "nccl:")  # on the GPU; not kernels
 GLOO = "gloo:"  # start of the names of its collectives
 
-Spans = NDArray[
-    np.float64
-]  # (spans, 2): start and end in milliseconds; a set is disjoint and sorted
+# (spans, 2): start and end in milliseconds. The spans of a set are disjoint and sorted.
+Spans = NDArray[np.float64]
 
 
 class Event(NamedTuple):

@@ -187,7 +187,7 @@ def random_bits(key: int, step: Tensor, index: Tensor) -> Tensor:
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """Round float32 to one of the two nearest bfloat16 numbers, with the exact value as expectation.
+    """Round float32 to one of the two nearest bfloat16 numbers. The expectation is the exact value.
 
     bits: 16 random bits for each element, int32. An inf or nan stays one.
     """

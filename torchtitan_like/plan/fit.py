@@ -18,7 +18,7 @@ from torchtitan_like.plan.dry_memory import dry_runs
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.preflight import load_checked
+from torchtitan_like.preflight import load_for_command
 from torchtitan_like.report.recorded import RecordedRun, measured_steps, read_run
 from torchtitan_like.util.plan_file import TIME_STEP
 from torchtitan_like.util.run_directory import CONFIG
@@ -139,7 +139,7 @@ def read_measured(path: Path, gpu: Gpu) -> MeasuredRun:
                 f"{path} was trained on {DEVICES[device_type]}. Expected {DEVICES[gpu.device_type]}, "
                 f"as {gpu.key} describes: leave it out, or name its device with --gpu"
             )
-    config, _ = load_checked(
+    config, _ = load_for_command(
         ["--job.config_file", str(path / CONFIG)],
         attempt.num_ranks,
         training=False,

@@ -3,7 +3,7 @@
 No module of this package imports torch at its top level.
 """
 
-from torchtitan_like.preflight.checker import check, check_layout, load_checked
+from torchtitan_like.preflight.checker import check, check_layout, load_checked, load_for_command
 from torchtitan_like.preflight.context import DeviceType
 
-__all__ = ["DeviceType", "check", "check_layout", "load_checked"]
+__all__ = ["DeviceType", "check", "check_layout", "load_checked", "load_for_command"]

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.config import ConfigError, JobConfig, Problem
@@ -27,6 +30,7 @@ from torchtitan_like.preflight.model import (
 from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
 from torchtitan_like.preflight.rules import RULES
 from torchtitan_like.preflight.tokenizer import check_tokenizer
+from torchtitan_like.util.modules import searching_modules_in
 
 if TYPE_CHECKING:
     from torchtitan_like.models.spec import ModelSpec
@@ -76,6 +80,21 @@ def load_checked(
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
     return config, problems
+
+
+def load_for_command(
+    argv: Sequence[str] | CommandLine,
+    world_size: int | None,
+    *,
+    training: bool,
+    device_type: DeviceType | None = None,
+) -> tuple[JobConfig, list[Problem]]:
+    """Load and check as `load_checked` does, in a command that is no rank.
+
+    Like a rank, it finds the user's modules in the current folder. What they print goes to stderr.
+    """
+    with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+        return load_checked(argv, world_size, training=training, device_type=device_type)
 
 
 def _reads_faulty_key(problem: Problem, faulty: frozenset[str]) -> bool:

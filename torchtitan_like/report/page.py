@@ -194,7 +194,7 @@ class BarRow(NamedTuple):
 
 
 def _waterfall(history: History) -> Iterator[BarRow]:
-    """Yield a row for each class of time, and where it lies in the wall time; none without times."""
+    """Yield a row for each class of time with its spans in the wall time; none without times."""
     goodput = history.goodput
     wall = goodput.wall
     if wall <= 0:

@@ -1,4 +1,4 @@
-"""The position of each rank, written to a file: it explains a run that hangs, and finds hung peers."""
+"""Write the position of each rank to a file, which shows where a run hangs. Kill hung peers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MAX_PAUSE = 30
 class Position(NamedTuple):
     """A phase of a step: "start", "join", "step", "validate", "save" or "end".
 
-    time: Unix time of its start. "join": the rank waits for other replica groups, which is not a hang.
+    time: Unix time of its start. "join": the rank waits for other replica groups, which is no hang.
     """
 
     phase: str

@@ -64,7 +64,8 @@ SETTINGS: tuple[tuple[str, tuple[str, ...] | None], ...] = (
 )
 
 
-# Module -> kind of tensor (weights, state of the optimizer, average) -> bytes on rank 0 between two steps.
+# Bytes on rank 0 between two steps: module -> kind of tensor -> bytes. The kinds are weights, state
+# (of the optimizer) and average.
 ModuleBytes: TypeAlias = dict[str, dict[str, int]]
 
 

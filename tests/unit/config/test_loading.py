@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from pydantic import AfterValidator
 
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
+from torchtitan_like.config.arguments import last_value
 from torchtitan_like.config.fields import Setting, all_settings
 from torchtitan_like.config.layers import Layer, leaves, parse_toml
-from torchtitan_like.config.loader import build_config
+from torchtitan_like.config.loader import CommandLine, build_config
 
 ARGUMENTS: list[tuple[str, str, Any]] = [
     ("--training.steps 3", "training.steps", 3),
@@ -299,3 +300,35 @@ def _build_valid_part(layer: Layer) -> JobConfig:
     except ConfigError as error:
         assert error.partial is not None
         return error.partial
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("--job.config_file a.toml --job.config-file=b.toml", "b.toml"),
+        ("--job.config_file a.toml --job.config_file", "a.toml"),
+        ("--job.config_file --training.steps 5", None),
+        ("--training.steps 5", None),
+        ("", None),
+    ],
+)
+def test_the_last_value_of_a_flag_is_found_without_parsing_the_others(
+    line: str, expected: str | None
+) -> None:
+    assert last_value(line.split(), ("job", "config_file")) == expected
+
+
+def test_a_flag_without_a_value_is_one_problem() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(["--job.config_file", "--training.steps", "5"])
+    assert [problem.key for problem in caught.value.problems] == ["job.config_file"]
+
+
+def test_a_module_that_fails_is_imported_once(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        f"with open({str(tmp_path / 'imports')!r}, 'a') as file:\n    file.write('x')\n1 / 0"
+    )
+    command_line = CommandLine([f"--experimental.custom_import={tmp_path / 'own.py'}"])
+    first, second = command_line.import_extensions(), command_line.import_extensions()
+    assert first == second and "ZeroDivisionError" in str(first[0])
+    assert (tmp_path / "imports").read_text() == "x"

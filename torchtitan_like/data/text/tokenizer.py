@@ -129,7 +129,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids``, with invalid UTF-8 as U+FFFD. Special tokens appear by name."""
+        """Return the text of ``ids``. Invalid UTF-8 becomes U+FFFD, special tokens their names."""
 
     def known_ids(self) -> Set[int]:
         """Return the ids of all tokens. A model's vocabulary may have more."""
@@ -365,7 +365,7 @@ def _without_names(content: dict[str, Any], names: Set[str]) -> dict[str, Any] |
 
 
 def merges_of(model: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the merged pairs of a tokenizer.json's model in order. Other models than BPE have none."""
+    """Return the merged pairs of a tokenizer.json in order. Only BPE models have them."""
     return [
         tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge)
         for merge in model.get("merges") or []
