@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.dry_memory import dry_runs
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.durations import durations
 from torchtitan_like.plan.gpus import Gpu, load_gpu
-from torchtitan_like.preflight import load_checked
 
 ROOT = Path(__file__).resolve().parents[1]
 WARMUP = 2  # steps

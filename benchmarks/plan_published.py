@@ -42,6 +42,7 @@ from benchmarks.torchtitan_of_its_time import (
     differences_of,
     with_states_in_first_update,
 )
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.distributed.schedule_view import Action, order_of
 from torchtitan_like.distributed.stages import plan_stages
@@ -59,7 +60,6 @@ from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.resolved import resolve
 from torchtitan_like.util.units import GIB, MIB
 

@@ -84,7 +84,7 @@ def sizes_of(model: Model) -> list[int]:
 
 def space_for(model: Model, gpus: int, cluster: Cluster) -> Space:
     """Return the layouts of a model on this many GPUs, with its tokens per GPU."""
-    from torchtitan_like.preflight import load_checked
+    from torchtitan_like.check import load_checked
 
     file = ROOT / f"torchtitan_like/train_configs/{model.config}.toml"
     argv = ["--job.config_file", str(file)]
@@ -107,8 +107,8 @@ def is_considered(layout: Layout, space: Space) -> bool:
 
 def fastest(space: Space, gpu: Gpu, cluster: Cluster) -> Iterator[Screened]:
     """Yield the legal layouts that fit, fastest first, by the closed form."""
+    from torchtitan_like.check import check_layout
     from torchtitan_like.models.spec import get_spec, resolve_args
-    from torchtitan_like.preflight import check_layout
 
     config = space.config
     spec = get_spec(config.model.name)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.build import build_checkpointer
+from torchtitan_like.check import DeviceType, load_checked
+from torchtitan_like.check.host_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
 from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
@@ -32,8 +34,6 @@ from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock
-from torchtitan_like.preflight import DeviceType, load_checked
-from torchtitan_like.preflight.host_memory import host_memory_need
 from torchtitan_like.resilience.heartbeat import RankPosition, kill_hung_peers
 from torchtitan_like.resilience.nonfinite import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError

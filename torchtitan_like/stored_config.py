@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from torchtitan_like.check.model import read_sizes
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.torchtitan import OPTIMIZERS, AdamSettings
@@ -27,7 +28,6 @@ from torchtitan_like.config.arguments import last_value
 from torchtitan_like.config.loader import CUSTOM_IMPORT, CUSTOM_IMPORT_KEY, import_module
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
-from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.util.modules import is_file_name
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import CONFIG

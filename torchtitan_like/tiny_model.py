@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchtitan_like.build import identify
+from torchtitan_like.check.model import read_sizes
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.step_folders import write_manifest
@@ -25,7 +26,6 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight.model import read_sizes
 from torchtitan_like.stored_config import check_model_name, custom_import_in
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import staged_path

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from torchtitan_like.preflight.context import installed_torch_release
+from torchtitan_like.check.context import installed_torch_release
 
 # The config rule old-zero-bubble rejects schedules that split the backward pass.
 # In older releases Inductor's pass for asynchronous tensor parallelism fuses fewer collectives of

@@ -19,6 +19,7 @@ import torch
 from tests.distributed import parity
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train
+from torchtitan_like.check import load_checked
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.optimizer import kept_bytes
@@ -26,7 +27,6 @@ from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.fake import _split_evenly
 from torchtitan_like.plan.ledger import find_peak
 from torchtitan_like.plan.record import Alloc, Recorder, Recording, recording_in_place
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.plan_file import ModuleBytes
 
 NUM_STEPS = 2

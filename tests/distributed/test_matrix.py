@@ -11,8 +11,8 @@ import pytest
 
 from tests.distributed.parity import MUTATIONS, compare, options, run_cell
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError
-from torchtitan_like.preflight import load_checked
 
 LAYERS = "model.args.n_layers"
 SHARD, REPLICATE = (
@@ -81,7 +81,7 @@ OPTIONS = {
     "compile": {"compile.enable": "true", "compile.backend": "aot_eager"},
     "validate": VALIDATE,
 }
-# (layout, option) -> the rule of preflight/rules/ that rejects it.
+# (layout, option) -> the rule of check/rules/ that rejects it.
 EXCLUDED = {
     ("pp-izb", "compile"): "compiled-zero-bubble",
     ("pp-zbv", "compile"): "compiled-zero-bubble",

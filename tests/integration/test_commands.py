@@ -14,6 +14,7 @@ import pytest
 
 from scripts import comm_compute
 from tests.harness.runner import ROOT
+from torchtitan_like.check import load_checked
 from torchtitan_like.checkpoint.step_folders import StepFolder
 from torchtitan_like.cli import executable_commands, parse
 from torchtitan_like.cli import main as titan
@@ -21,7 +22,6 @@ from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.fields import find
 from torchtitan_like.launcher.options import OPTIONS
 from torchtitan_like.launcher.outcome import Start, how_to_resume, summary
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.slurm.scaffold import TEMPLATES
 from torchtitan_like.slurm.templates import notify
 from torchtitan_like.util.exit_codes import ExitCode

@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtitan_like.preflight import context
+from torchtitan_like.check import context
 
 
 @pytest.fixture(autouse=True)

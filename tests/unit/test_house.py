@@ -40,7 +40,7 @@ WITHOUT_TORCH = [
     "torchtitan_like.config",
     "torchtitan_like.extensions",
     "torchtitan_like.plan.layouts",
-    "torchtitan_like.preflight",
+    "torchtitan_like.check",
     "torchtitan_like.data.text.documents",
     "torchtitan_like.data.text.tokenizer",
 ]
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "extensions": {"config", "util"},
     "distributed": {"config", "extensions", "util"},
     "layered-packages": {"config", "extensions", "models", "util"},
-    "preflight": {"config", "extensions", "models", "util"},
+    "check": {"config", "extensions", "models", "util"},
 }
 # Packages that may import all others. So may the modules next to train.py.
 UNRESTRICTED = {"cli", "inference", "launcher", "plan"}

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from torchtitan_like import launch
+from torchtitan_like.check import load_checked
 from torchtitan_like.launch import look_for_device, read_run
-from torchtitan_like.preflight import load_checked
 
 
 @pytest.mark.parametrize(

@@ -77,9 +77,9 @@ def _load_config(
     arguments: argparse.Namespace, gpu: Gpu, world_size: int | None
 ) -> JobConfig | None:
     """Return the checked configuration, and print its warnings. None after printing its errors."""
+    from torchtitan_like.check import load_for_command
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_for_command
 
     settings = with_config(arguments.config, arguments.settings, show_error)
     try:

@@ -86,9 +86,9 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
 
 def run_check(arguments: argparse.Namespace) -> int:
     """Check the configuration. Returns the exit code."""
+    from torchtitan_like.check import load_for_command
     from torchtitan_like.config import ConfigError, Problem, dump_toml
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_for_command
     from torchtitan_like.util.output import show_error
 
     world_size = arguments.world_size

@@ -16,7 +16,7 @@ class Rule(Generic[Subject]):
     """A setting is wrong, or deserves a warning, if `when` returns True.
 
     Subject: what `when`, `expected` and `remedy` read. For `Section.rules` it is the section, and
-    keys are relative to it. For the rules of preflight it is a `RunContext`, and keys are dotted.
+    keys are relative to it. For the rules of check it is a `RunContext`, and keys are dotted.
     Rules never refuse a setting of a disabled feature.
 
     name: stable and unique, for tests and docs.

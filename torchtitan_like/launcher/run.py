@@ -190,10 +190,10 @@ def check_config(plan: Launch, machine: Machine, settings: Sequence[str]) -> Job
 
     Returns the configuration. Raises LaunchError with all problems and the code BAD_CONFIG.
     """
+    from torchtitan_like.check import load_for_command
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.loader import CommandLine
     from torchtitan_like.config.problems import report
-    from torchtitan_like.preflight import load_for_command
 
     command_line = CommandLine(settings)
     shown = None

@@ -355,7 +355,7 @@ class OptimizerInBackward(Optimizer):
             parameter.grad = None
 
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """Return the norm of the applied gradients. `max_norm` has no effect; preflight warns.
+        """Return the norm of the applied gradients. `max_norm` has no effect; the check warns.
 
         Raises RuntimeError if a block still waits for a gradient, because it was not updated.
         """

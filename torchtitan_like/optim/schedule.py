@@ -94,7 +94,7 @@ def build_schedule(
 
     settings: the config sections of user code.
 
-    The warmup is at most as long as the horizon. The decay starts after the warmup. Preflight warns
+    The warmup is at most as long as the horizon. The decay starts after the warmup. `titan check` warns
     if it shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps

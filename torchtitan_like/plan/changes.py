@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.memory_report import fits, needed_gib, verdict
-from torchtitan_like.preflight import load_checked
 
 NUM_CHANGES = 3
 

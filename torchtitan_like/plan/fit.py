@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchtitan_like.check import load_for_command
 from torchtitan_like.config import JobConfig
 from torchtitan_like.plan.clusters import Cluster, cluster_text, upper_bound
 from torchtitan_like.plan.dry_memory import dry_runs
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.preflight import load_for_command
 from torchtitan_like.report.recorded import RecordedRun, measured_steps, read_run
 from torchtitan_like.util.plan_file import TIME_STEP
 from torchtitan_like.util.run_directory import CONFIG

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchtitan_like.check import check_config, check_layout
 from torchtitan_like.config import JobConfig
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.models.spec import get_spec, resolve_args
@@ -25,7 +26,6 @@ from torchtitan_like.plan.layouts import (
     with_faster_kernels,
     with_float8,
 )
-from torchtitan_like.preflight import check, check_layout
 
 if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
@@ -298,7 +298,7 @@ def _in_float8(layouts: Sequence[Layout], found: Found, gpu: Gpu) -> list[Layout
 def _errors(layout: Layout, space: Space, gpu: Gpu) -> list[Problem]:
     """Return the errors of a layout by all rules, not only by those of `check_layout`."""
     config, device_type = apply(layout, space), gpu.device_type
-    problems = check(config, space.world_size, training=False, device_type=device_type)
+    problems = check_config(config, space.world_size, training=False, device_type=device_type)
     return [problem for problem in problems if problem.severity == "error"]
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.harness.runner import run_trainer
 from tests.unit.report.run_folder import start_event, step_row, write_rows
+from torchtitan_like.check import load_checked
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import dump_toml
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.report.history import read_histories
 from torchtitan_like.report.page import _plan
 from torchtitan_like.report.summary import summarize

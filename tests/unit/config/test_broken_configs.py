@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, Problem
-from torchtitan_like.preflight import load_checked
 
 
 class Broken(NamedTuple):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig
-from torchtitan_like.preflight import load_checked
 
 TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128,
               "qwen3_moe_debug": 2, "deepseek_v3_debug_model": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512,

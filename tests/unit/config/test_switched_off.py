@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from torchtitan_like import preflight
+from torchtitan_like.check import check_config, load_checked
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.facts import Need
 from torchtitan_like.config.fields import Setting, all_settings, find
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.rules import broken_rules
-from torchtitan_like.preflight import load_checked
 
 # Arguments that disable a feature which the defaults enable.
 OFF = {
@@ -121,7 +120,7 @@ def test_a_disabled_feature_refuses_none_of_its_settings(name: str) -> None:
     keys = {setting.key for setting in settings}
     for variant in argument_variants(settings):
         config = load_config([*arguments, *variant])
-        problems = preflight.check(config, None, training=True, device_type="cpu")
+        problems = check_config(config, None, training=True, device_type="cpu")
         errors = [problem for problem in problems if problem.severity == "error"]
         refused = [problem for problem in errors if problem.key in keys]
         assert not refused, [*variant, *map(str, refused)]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from torchtitan_like.check.rules.compute import FLOAT8_CAPABILITY
 from torchtitan_like.config.sections_scale import (
     ActivationCheckpoint,
     Compile,
@@ -20,7 +21,6 @@ from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.float8 import convert_to_float8
 from torchtitan_like.distributed.parallelize import Sections, parallelize
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight.rules.compute import FLOAT8_CAPABILITY
 
 pytest.importorskip("torchao")
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")

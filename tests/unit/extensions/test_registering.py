@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.harness.extensions import extensions_removed
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
 from torchtitan_like.config.document import help_text
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.toml_text import dump_toml as dump
 from torchtitan_like.extensions.registering import PARAMETERS, SETTINGS, built_in_names
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.stored_config import load_trusted
 from torchtitan_like.util.registry import KINDS
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import JobConfig
 from torchtitan_like.plan import changes
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.ledger import RankMemory
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.units import GIB
 
 DEBUG = ["--job.config_file", "train_configs/debug_model.toml"]

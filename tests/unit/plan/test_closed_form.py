@@ -11,6 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness.rank_pool import run_ranks
+from torchtitan_like.check import load_checked
 from torchtitan_like.distributed.tensor import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.closed_form import (
@@ -30,7 +31,6 @@ from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.search import screen, space_of
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.preflight import load_checked
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 SEQ = 64

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import JobConfig
 from torchtitan_like.plan.dry_memory import assumptions, plan_memory
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.layouts import with_settings
 from torchtitan_like.plan.ledger import RankMemory
-from torchtitan_like.preflight import load_checked
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.plan.clusters import load_cluster
 from torchtitan_like.plan.dry_run import DryRun, Job, ranks_of_stages, record_jobs
 from torchtitan_like.plan.extend import (
@@ -25,7 +26,6 @@ from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.memory_report import needed_gib
 from torchtitan_like.plan.search import space_of
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.resolved import resolve
 from torchtitan_like.util.units import MIB
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.plan.test_calibrate import CPU
 from tests.unit.report.run_folder import start_event, step_row, write_rows
+from torchtitan_like.check import load_checked
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.distributed.dims import ParallelDims
@@ -28,7 +29,6 @@ from torchtitan_like.plan.fit import (
 from torchtitan_like.plan.gpus import gpu_text, load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.preflight import load_checked
 
 DEFAULT = load_cluster("default")
 TRUTH = replace(DEFAULT, matmul_efficiency=0.6, memory_efficiency=0.8)

@@ -1,4 +1,4 @@
-"""The layouts of a search: counts by hand, the rules of preflight, and the settings of a layout."""
+"""The layouts of a search: counts by hand, the rules of check, and the settings of a layout."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check import check_config, check_layout, load_checked
 from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.layouts import (
@@ -23,7 +24,6 @@ from torchtitan_like.plan.layouts import (
     with_float8,
 )
 from torchtitan_like.plan.search import space_of
-from torchtitan_like.preflight import check, check_layout, load_checked
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
 
@@ -84,7 +84,7 @@ def test_experts_are_sharded_with_tensor_parallelism_or_not() -> None:
     assert kinds == {(1, 1), (2, 1), (2, 2), (4, 1), (4, 4)}
 
 
-def test_the_degrees_of_experts_are_all_that_preflight_accepts() -> None:
+def test_the_degrees_of_experts_are_all_that_check_accepts() -> None:
     """Six experts on four ranks: 4 divides the ranks and not the experts, 3 the experts alone."""
     of = space("qwen3_moe_debug", 4, 8, "--model.args.num_experts=6", "--model.args.top_k=2")
     spec = get_spec("qwen3")
@@ -117,7 +117,7 @@ def test_a_dense_model_has_no_degrees_of_experts() -> None:
 
 
 def errors(config: JobConfig, world_size: int) -> set[str]:
-    found = check(config, world_size, training=False, device_type="cuda")
+    found = check_config(config, world_size, training=False, device_type="cuda")
     micro_batches = "parallelism.pipeline_parallel_microbatch_size"  # a warning before training
     return {
         problem.rule or problem.key
@@ -130,9 +130,7 @@ def errors(config: JobConfig, world_size: int) -> set[str]:
     ("name", "world_size", "batch"),
     [("debug_model", 4, 12), ("qwen3_moe_debug", 4, 8), ("llama3_8b", 8, 16)],
 )
-def test_layouts_are_refused_as_preflight_refuses_them(
-    name: str, world_size: int, batch: int
-) -> None:
+def test_layouts_are_refused_as_check_refuses_them(name: str, world_size: int, batch: int) -> None:
     """The short check of a layout finds the same errors as the whole check, or none as it does."""
     of = space(name, world_size, batch)
     spec = get_spec(of.config.model.name)
@@ -165,7 +163,7 @@ def test_settings_are_only_those_that_differ() -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 4, 8])
-def test_the_number_of_stages_is_the_one_that_preflight_derives(stages: int) -> None:
+def test_the_number_of_stages_is_the_one_that_check_derives(stages: int) -> None:
     of = space("llama3_405b", 64, 64)
     from torchtitan_like.distributed.stages import plan_stages
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.gpus import load_gpu
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.units import GIB
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan import search as searching
 from torchtitan_like.plan.closed_form import network_of
@@ -42,7 +43,6 @@ from torchtitan_like.plan.search_report import (
     toml_of,
     why_slower,
 )
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.modules import pip_install
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.check.rules import RULES
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.mesh_picture import picture
-from torchtitan_like.preflight.rules import RULES
 
 
 @pytest.fixture

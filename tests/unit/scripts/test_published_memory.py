@@ -10,10 +10,10 @@ import pytest
 
 from benchmarks import plan_published, torchtitan_of_its_time
 from benchmarks.deepened import NUM_RECORDED, deepen
+from torchtitan_like.check import load_checked
 from torchtitan_like.plan.allocator import replay
 from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.record import Alloc, Mark, Recording
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.units import MIB
 
 ROWS = [

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import dump_toml
-from torchtitan_like.preflight import load_checked
 from torchtitan_like.util.plan_file import (
     Measured,
     PlanFile,

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from torchtitan_like.check.host_memory import STATES, host_memory_need, state_bytes
 from torchtitan_like.config import load_config
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim.optimizer import OPTIMIZERS, Surroundings, build_optimizer
-from torchtitan_like.preflight.host_memory import STATES, host_memory_need, state_bytes
 from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.units import GIB
 

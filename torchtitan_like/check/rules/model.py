@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import MODEL_KEYS, TP
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.models.hf_table import links
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import MODEL_KEYS, TP
 
 # Matrix products on tensor cores are fast if a dimension of a weight is a multiple of 64 elements:
 # the tile of an A100 or later, in 16-bit types. Its shard on each rank must be a multiple of 8

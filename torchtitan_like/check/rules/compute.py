@@ -8,12 +8,12 @@ import shutil
 import sys
 from importlib.metadata import entry_points
 
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import AC_MODE, COMPILE, IMPL
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.sections_scale import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import AC_MODE, COMPILE, IMPL
 from torchtitan_like.util.modules import pip_install
 from torchtitan_like.util.registry import is_registered
 from torchtitan_like.util.suggestions import did_you_mean

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from torchtitan_like.config.rules import Rule
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.compute import (
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.compute import (
     ACTIVATION_CHECKPOINT_RULES,
     COMPILE_RULES,
     QUANTIZE_RULES,
 )
-from torchtitan_like.preflight.rules.model import MODEL_RULES
-from torchtitan_like.preflight.rules.parallelism import PARALLELISM_RULES
-from torchtitan_like.preflight.rules.replica_groups import FAULT_TOLERANCE_RULES
-from torchtitan_like.preflight.rules.run import (
+from torchtitan_like.check.rules.model import MODEL_RULES
+from torchtitan_like.check.rules.parallelism import PARALLELISM_RULES
+from torchtitan_like.check.rules.replica_groups import FAULT_TOLERANCE_RULES
+from torchtitan_like.check.rules.run import (
     CHECKPOINT_RULES,
     DEBUG_RULES,
     PACKAGE_RULES,
     PROFILING_RULES,
     RESILIENCE_RULES,
 )
-from torchtitan_like.preflight.rules.training import (
+from torchtitan_like.check.rules.training import (
     EMA_RULES,
     LR_SCHEDULER_RULES,
     OPTIMIZER_RULES,
     TRAINING_RULES,
     VALIDATION_RULES,
 )
+from torchtitan_like.config.rules import Rule
 
 # In the order in which their problems are reported.
 RULES: tuple[Rule[RunContext], ...] = (

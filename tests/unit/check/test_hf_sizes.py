@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig, Problem, dump_toml
-from torchtitan_like.preflight import load_checked
 
 PUBLISHED = json.loads((Path(__file__).parents[2] / "assets/hf_configs.json").read_text())
 CONFIG = "train_configs/debug_model.toml"

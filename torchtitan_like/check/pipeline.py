@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import DEGREES, PIPELINE_KEYS
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.distributed.stages import find_problems
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import DEGREES, PIPELINE_KEYS
 
 
 def check_degrees(run: RunContext) -> Iterator[Problem]:

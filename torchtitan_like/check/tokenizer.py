@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.folders import describe_missing
+from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.folders import describe_missing
-from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS
 
 
 def check_tokenizer(run: RunContext) -> Iterator[Problem]:

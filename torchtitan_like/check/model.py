@@ -7,17 +7,17 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
 from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
 from torchtitan_like.models.attention_rules import unsupported_attention, unsupported_backend
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
-from torchtitan_like.preflight.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
+    from torchtitan_like.check.context import RunContext
     from torchtitan_like.config import JobConfig
     from torchtitan_like.models.spec import ModelSpec
-    from torchtitan_like.preflight.context import RunContext
 
 
 def read_sizes(config: JobConfig) -> tuple[JobConfig, list[Problem]]:

@@ -8,17 +8,17 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
+from torchtitan_like.check.model import parameter_names
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.extensions.converters import convert
 from torchtitan_like.extensions.optimizers import try_optimizer
 from torchtitan_like.extensions.trials import try_loss, try_schedule
 from torchtitan_like.extensions.used import Use, uses
-from torchtitan_like.preflight.model import parameter_names
 from torchtitan_like.util.modules import describe_line
 from torchtitan_like.util.registry import Kind, is_registered, label
 
 if TYPE_CHECKING:
-    from torchtitan_like.preflight.context import RunContext
+    from torchtitan_like.check.context import RunContext
 
 # Sharding role -> number of dimensions of the weight, if it is not 1.
 NUM_DIMENSIONS = {

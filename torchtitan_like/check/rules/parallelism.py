@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
-from torchtitan_like.distributed.float8 import FLOAT8
-from torchtitan_like.models.spec import num_mtp_layers
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import (
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import (
     AC_MODE,
     BALANCER,
     COMPILE,
@@ -25,6 +21,10 @@ from torchtitan_like.preflight.rules.keys import (
     SEQUENCE_PARALLEL,
     TP,
 )
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.distributed.float8 import FLOAT8
+from torchtitan_like.models.spec import num_mtp_layers
 
 PREFETCH = "parallelism.fsdp_prefetch_depth"
 BUCKETING = "parallelism.simple_fsdp_bucketing"

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like import preflight
+from torchtitan_like.check import check_config, host_memory, load_checked
 from torchtitan_like.config import ConfigError, Problem, load_config
 from torchtitan_like.config.fields import find
 from torchtitan_like.config.not_available import NOT_AVAILABLE
-from torchtitan_like.preflight import host_memory
 from torchtitan_like.util.host_memory import HostMemory
 
 TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
@@ -26,7 +25,7 @@ def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def check(line: str, world_size: int | None = 1, **options: object) -> list[Problem]:
     options.setdefault("training", True)
-    return preflight.check(load_config(line.split()), world_size, **options)  # type: ignore[arg-type]
+    return check_config(load_config(line.split()), world_size, **options)  # type: ignore[arg-type]
 
 
 def keys(problems: list[Problem], severity: str) -> list[str]:
@@ -538,7 +537,7 @@ def test_a_custom_import_that_fails_is_reported(
     monkeypatch.syspath_prepend(tmp_path)
     argv = "--optimizer.name Own --own.key 1 --experimental.custom_import my_broken_model".split()
     with pytest.raises(ConfigError) as error:
-        preflight.load_checked(argv, 1, training=True)
+        load_checked(argv, 1, training=True)
     (problem,) = error.value.problems  # the names that it would register are not reported
     assert problem.key == "experimental.custom_import"
     assert "RuntimeError: half written, at line 1 of" in problem.expected
@@ -590,7 +589,7 @@ def test_a_custom_import_may_register_a_compile_backend(
     line = "--training.steps 1000 --compile.enable --compile.backend nonsense"
     assert keys(check(line), "error") == ["compile.backend"]
     argv = f"{line} --experimental.custom_import my_backend".split()
-    assert preflight.load_checked(argv, 1, training=True)[1] == []
+    assert load_checked(argv, 1, training=True)[1] == []
 
 
 PARETO = "activation_checkpoint.visualize_memory_budget_pareto"
@@ -631,9 +630,7 @@ def test_settings_need_their_packages(
 def test_untested_torch_releases_are_reported(
     release: tuple[int, int], severity: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "torchtitan_like.preflight.context.installed_torch_release", lambda: release
-    )
+    monkeypatch.setattr("torchtitan_like.check.context.installed_torch_release", lambda: release)
     problems = check("--training.steps 1000")
     assert [problem.severity for problem in problems] == [severity] * bool(severity)
     assert all(message in str(problem) for problem in problems)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
 from torchtitan_like.config.no_effect import idle_keys
 from torchtitan_like.config.problems import NO_EFFECT
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.models.upcycling import Upcycling
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
 from torchtitan_like.util.modules import pip_install
 
 UPCYCLE = "checkpoint.initial_load_upcycle"

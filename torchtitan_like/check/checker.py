@@ -9,27 +9,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.check.context import DeviceType, RunContext, build_context
+from torchtitan_like.check.datasets import check_datasets
+from torchtitan_like.check.environment import check_nccl, check_torch
+from torchtitan_like.check.extensions import check_extensions
+from torchtitan_like.check.folders import check_folders, check_initial_checkpoint
+from torchtitan_like.check.host_memory import check_host_memory
+from torchtitan_like.check.model import (
+    check_attention,
+    check_model,
+    check_parameter_patterns,
+    read_sizes,
+)
+from torchtitan_like.check.pipeline import check_degrees, check_pipeline
+from torchtitan_like.check.rules import RULES
+from torchtitan_like.check.tokenizer import check_tokenizer
 from torchtitan_like.config import ConfigError, JobConfig, Problem
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
 from torchtitan_like.config.rules import Rule, broken_rules
-from torchtitan_like.preflight.context import DeviceType, RunContext, build_context
-from torchtitan_like.preflight.datasets import check_datasets
-from torchtitan_like.preflight.environment import check_nccl, check_torch
-from torchtitan_like.preflight.extensions import check_extensions
-from torchtitan_like.preflight.folders import check_folders, check_initial_checkpoint
-from torchtitan_like.preflight.host_memory import check_host_memory
-from torchtitan_like.preflight.model import (
-    check_attention,
-    check_model,
-    check_parameter_patterns,
-    read_sizes,
-)
-from torchtitan_like.preflight.pipeline import check_degrees, check_pipeline
-from torchtitan_like.preflight.rules import RULES
-from torchtitan_like.preflight.tokenizer import check_tokenizer
 from torchtitan_like.util.modules import searching_modules_in
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def load_checked(
 
     Returns the configuration and warnings.
 
-    device_type: see `check`; or a function that detects the device once the settings are known.
+    device_type: see `check_config`; or a function that detects the device once the settings are known.
 
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
@@ -74,7 +74,7 @@ def load_checked(
         problems += error.problems
         faulty |= {"model.flavor"}  # its checks would report the same cause
     device = device_type(config) if callable(device_type) else device_type
-    checked = check(config, world_size, training=training, device_type=device)
+    checked = check_config(config, world_size, training=training, device_type=device)
     problems += [problem for problem in checked if not _reads_faulty_key(problem, faulty)]
     problems = merge_no_effect(problems)
     if any(problem.severity == "error" for problem in problems):
@@ -106,7 +106,7 @@ def _reads_faulty_key(problem: Problem, faulty: frozenset[str]) -> bool:
     return any(key == bad or key.startswith(f"{bad}.") for key in keys for bad in faulty)
 
 
-def check(
+def check_config(
     config: JobConfig,
     world_size: int | None,
     *,
@@ -144,7 +144,7 @@ _LAYOUT_RULES = tuple(rule for rule in RULES if _reads_layout(rule))
 
 
 def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any) -> list[Problem]:
-    """Return the errors of another layout of a configuration that `check` has accepted.
+    """Return the errors of another layout of a configuration that `check_config` has accepted.
 
     Only what depends on `LAYOUT_SECTIONS` is checked, for GPUs. So it takes a millisecond, and
     reads no files.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
+from torchtitan_like.check.rules.keys import DEGREES, MODEL_KEYS
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.preflight.rules.keys import DEGREES, MODEL_KEYS
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
+    from torchtitan_like.check.context import RunContext
     from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_training import Optimizer
-    from torchtitan_like.preflight.context import RunContext
 
 BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 

@@ -29,7 +29,7 @@ USUAL_RANKS_OF_NODE = 8
 
 @dataclass(frozen=True)
 class RunContext:
-    """The facts that the rules of preflight read.
+    """The facts that the rules read.
 
     world_size: None if the number of ranks is unknown. Then dp_shard = -1 counts as 1, and
     `is_resolved` is False.

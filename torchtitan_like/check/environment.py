@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+from torchtitan_like.check.context import RunContext
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.preflight.context import RunContext
 
 # The oldest release of torch that is supported, and the newest that the tests have run on.
 OLDEST_TORCH = (2, 11)

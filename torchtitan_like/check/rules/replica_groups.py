@@ -6,13 +6,8 @@ import os
 from collections.abc import Callable
 from typing import NamedTuple
 
-from torchtitan_like.config.datasets import datasets_for
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
-from torchtitan_like.config.sections_run import LIGHTHOUSE
-from torchtitan_like.distributed.stages import check_explicit, model_fragments, module_names
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import (
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import (
     CP,
     EARLY_STEP,
     MODEL_KEYS,
@@ -20,6 +15,11 @@ from torchtitan_like.preflight.rules.keys import (
     REPLICATE,
     TP,
 )
+from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.sections_run import LIGHTHOUSE
+from torchtitan_like.distributed.stages import check_explicit, model_fragments, module_names
 
 ENABLE = "fault_tolerance.enable"
 METHOD = "fault_tolerance.semi_sync_method"

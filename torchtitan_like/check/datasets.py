@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtitan_like.check.folders import describe_missing
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem
-from torchtitan_like.preflight.folders import describe_missing
 from torchtitan_like.util import registry
 from torchtitan_like.util.suggestions import did_you_mean
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like import preflight
+from torchtitan_like.check import check_config, load_checked
+from torchtitan_like.check.rules.replica_groups import FAULT_TOLERANCE_RULES
 from torchtitan_like.config import ConfigError, Problem, load_config
 from torchtitan_like.config.sections_run import LIGHTHOUSE
-from torchtitan_like.preflight.rules.replica_groups import FAULT_TOLERANCE_RULES
 from torchtitan_like.util.modules import pip_install
 
 GROUPS = "--training.steps 1000 --fault_tolerance.enable --fault_tolerance.group_size 2"
@@ -25,7 +25,7 @@ def _with_a_lighthouse(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def check(line: str, world_size: int = 2) -> list[Problem]:
-    return preflight.check(load_config(line.split()), world_size, training=True)
+    return check_config(load_config(line.split()), world_size, training=True)
 
 
 # Rule -> settings in addition to `GROUPS`, and the number of ranks.
@@ -90,7 +90,7 @@ def test_groups_need_a_lighthouse_to_train(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv(LIGHTHOUSE)
     (problem,) = check(GROUPS)
     assert problem.severity == "error" and "titan lighthouse" in problem.remedy
-    (warning,) = preflight.check(load_config(GROUPS.split()), 2, training=False)
+    (warning,) = check_config(load_config(GROUPS.split()), 2, training=False)
     assert warning.severity == "warning"
 
 
@@ -120,7 +120,7 @@ def test_groups_without_further_settings_have_no_problem() -> None:
     assert check(GROUPS) == check(f"{DILOCO} --fault_tolerance.sync_steps 6") == []
     fragments = "tok_embeddings,layers.0,layers.1,layers.2 layers.3,layers.4,layers.5,norm,output"
     arguments = f"{DILOCO} --fault_tolerance.sync_steps 4 {FRAGMENTS} {fragments}".split()
-    assert preflight.check(load_config(arguments), 2, training=True) == []
+    assert check_config(load_config(arguments), 2, training=True) == []
 
 
 def test_groups_share_the_global_batch() -> None:
@@ -144,4 +144,4 @@ def test_torchtitans_debug_file_is_accepted() -> None:
     problems = check(f"{line} --fault_tolerance.group_size 2 --model.name llama3_ft")
     assert [problem.rule for problem in problems if problem.severity == "error"] == []
     with pytest.raises(ConfigError, match="group_size"):
-        preflight.load_checked(line.split(), 2, training=True)
+        load_checked(line.split(), 2, training=True)

@@ -6,10 +6,8 @@ import importlib.util
 from dataclasses import replace
 from typing import Literal
 
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
-from torchtitan_like.preflight.context import RunContext
-from torchtitan_like.preflight.rules.keys import (
+from torchtitan_like.check.context import RunContext
+from torchtitan_like.check.rules.keys import (
     BALANCER,
     BATCH,
     CP,
@@ -21,7 +19,9 @@ from torchtitan_like.preflight.rules.keys import (
     SEQUENCE_PARALLEL,
     TP,
 )
-from torchtitan_like.preflight.rules.model import UNIT
+from torchtitan_like.check.rules.model import UNIT
+from torchtitan_like.config.problems import NO_EFFECT
+from torchtitan_like.config.rules import Rule
 from torchtitan_like.util.modules import pip_install
 
 

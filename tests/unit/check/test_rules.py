@@ -14,17 +14,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.unit.preflight.test_replica_groups import TESTED_WITH_GROUPS
-from torchtitan_like import preflight
+from tests.unit.check.test_replica_groups import TESTED_WITH_GROUPS
+from torchtitan_like.check import check_config, context, load_checked
+from torchtitan_like.check.context import RunContext, _cpu_has_bfloat16, build_context
+from torchtitan_like.check.rules import QUANTIZE_RULES, RULES
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.fields import find
 from torchtitan_like.config.rules import Rule
 from torchtitan_like.config.rules import broken_rules as find_broken
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.preflight import context
-from torchtitan_like.preflight.context import RunContext, _cpu_has_bfloat16, build_context
-from torchtitan_like.preflight.rules import QUANTIZE_RULES, RULES
 from torchtitan_like.util.modules import pip_install
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
@@ -232,9 +231,7 @@ ILLEGAL = [
 def _in_the_repository(repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(repo_root)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    monkeypatch.setattr(
-        "torchtitan_like.preflight.context.installed_torch_release", lambda: (2, 13)
-    )
+    monkeypatch.setattr("torchtitan_like.check.context.installed_torch_release", lambda: (2, 13))
 
 
 @pytest.mark.parametrize("case", ILLEGAL, ids=lambda case: case.line)
@@ -263,7 +260,7 @@ def test_too_few_micro_batches_are_refused_only_in_training(line: str, message: 
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
     key = "parallelism.pipeline_parallel_microbatch_size"
     for training, severity in ((True, "error"), (False, "warning")):
-        problems = preflight.check(config, 2, training=training)
+        problems = check_config(config, 2, training=training)
         (problem,) = [each for each in problems if each.key == key]
         assert problem.severity == severity and message in problem.expected and problem.remedy
 
@@ -527,7 +524,7 @@ def test_a_missing_torchao_is_reported_with_its_remedy(monkeypatch: pytest.Monke
     assert rule.key == "model.converters" and rule.remedy == pip_install("torchao")
 
 
-def test_every_preflight_rule_has_a_case() -> None:
+def test_every_rule_has_a_case() -> None:
     tested = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
     tested |= {rule for *_, rule in UNALIGNED} | {rule for *_, rule in OTHER_RULES}
     tested |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
@@ -585,7 +582,7 @@ def test_rules_name_settings_and_have_a_remedy() -> None:
 def test_a_refused_value_causes_no_further_problems() -> None:
     """Only the refused degree is reported, not the rules that depend on it."""
     with pytest.raises(ConfigError) as caught:
-        preflight.load_checked(
+        load_checked(
             ["--job.config_file", CONFIG, *arguments("seq=255 validate=false tp=2x")],
             2,
             training=False,
@@ -597,7 +594,7 @@ def test_a_refused_value_causes_no_further_problems() -> None:
 
 def warnings(line: str, ranks: int | None) -> list[str]:
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
-    problems = preflight.check(config, ranks, training=False)
+    problems = check_config(config, ranks, training=False)
     assert all(problem.severity == "warning" for problem in problems), problems
     return [str(problem) for problem in problems if "not available" not in problem.expected]
 
@@ -763,7 +760,7 @@ def test_settings_overridden_by_another_setting_warn(
     (tmp_path / "x.toml").write_text(
         f"[parallelism]\n{toml}\n[training]\nsteps = 1000\nlocal_batch_size = 4"
     )
-    problems = preflight.check(
+    problems = check_config(
         load_config(["--job.config_file", str(tmp_path / "x.toml"), *arguments(line)]),
         2,
         training=False,

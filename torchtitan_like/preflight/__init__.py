@@ -1,9 +1,0 @@
-"""Checks of a configuration with its model, tokenizer, datasets, layout and hardware.
-
-No module of this package imports torch at its top level.
-"""
-
-from torchtitan_like.preflight.checker import check, check_layout, load_checked, load_for_command
-from torchtitan_like.preflight.context import DeviceType
-
-__all__ = ["DeviceType", "check", "check_layout", "load_checked", "load_for_command"]
