@@ -21,7 +21,7 @@ from torchtitan_like.util.output import OutputError, checked_stdout, open_closed
 from torchtitan_like.util.suggestions import nearest
 
 USAGE_ERROR = 2
-HELP = ("--help", "-h", "help")
+HELP = ("--help", "-h")
 # Shell function that completes file names: `shtab.FILE`.
 SHTAB_FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
@@ -156,6 +156,7 @@ COMMANDS = (
     Command(
         "check", "Start", "check a configuration without training", "train", takes_settings=True
     ),
+    Command("help", "Start", "explain settings: a section, or a key", "config"),
     Command("data", "Start", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
     Command("download", "Start", "download a model from the Hugging Face Hub", "use"),
     Command("ckpt", "Use", "list, verify, compare, convert or export checkpoints", verbs=CKPT),
@@ -205,10 +206,10 @@ def _run(words: list[str]) -> int:
     prog = "titan"
     commands: Sequence[Command] = COMMANDS
     while True:
-        if not words or words[0] in HELP:
-            if not words:
-                show_error(help_text(prog, commands), end="")
-                return USAGE_ERROR
+        if not words:
+            show_error(help_text(prog, commands), end="")
+            return USAGE_ERROR
+        if words[0] in HELP or words == ["help"]:
             print(help_text(prog, commands), end="")
             return 0
         name = words.pop(0)
@@ -243,17 +244,14 @@ def executable_commands(commands: Sequence[Command] = COMMANDS) -> list[Command]
 
 def build_parser(command: Command) -> argparse.ArgumentParser:
     """Return the parser of a sub-command."""
-    usage = (
-        "%(prog)s [CONFIG] [OPTIONS] [--section.key VALUE ...]" if command.takes_settings else None
-    )
     parser = argparse.ArgumentParser(
         prog=f"titan {command.name}",
-        usage=usage,
         description=f"{command.summary[0].upper()}{command.summary[1:]}.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        add_help=not command.takes_settings,
     )
+    if command.takes_settings:
+        parser.usage = "%(prog)s [CONFIG] [OPTIONS] [--section.key VALUE ...]"
     command.configure(parser)
     return parser
 
@@ -274,7 +272,6 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) 
         child = subparsers.add_parser(
             command.verb,
             help=command.summary,
-            add_help=not command.takes_settings,
             conflict_handler="resolve",
         )
         if command.verbs:

@@ -186,7 +186,6 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> int:
 def configure_tiny(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "%(prog)s tokenizer|dataset|model SOURCE OUT [OPTIONS]"
-    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND", prog=parser.prog)
     _configure_tokenizer(kinds.add_parser("tokenizer", help="a tokenizer with few entries"))
     _configure_dataset(kinds.add_parser("dataset", help="a few documents of a large dataset"))
@@ -308,7 +307,6 @@ def _make(arguments: argparse.Namespace) -> str:
 def configure_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.usage = "%(prog)s CHECKPOINT --step N [--whole] [--json] [--section.key VALUE ...]"
-    parser.add_argument("-h", "--help", action="help", help="show this help and exit")
     parser.add_argument(
         "checkpoint",
         type=Path,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     FAILED,
-    HelpWithSettings,
     add_json_flag,
     catch_value_errors,
     end_rank,
@@ -19,8 +18,8 @@ from torchtitan_like.cli.common import (
     positive_int,
     positive_number,
     print_json,
+    settings_of,
     show_problem,
-    with_config,
 )
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
@@ -81,7 +80,7 @@ def _load_config(
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.problems import report
 
-    settings = with_config(arguments.config, arguments.settings, show_error)
+    settings = settings_of(arguments)
     try:
         config, warnings = load_for_command(
             settings, world_size, training=False, device_type=gpu.device_type
@@ -153,7 +152,6 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         help="only divide 18 bytes x parameters x 1.25 by the GPU's memory",
     )
     add_json_flag(parser)
-    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Runs two steps of the trainer under fake tensors on ranks that do not exist, and prints the\n"
         "memory of a GPU by what it holds, and the time of a step by its parts. Needs no GPU. Returns\n"
@@ -304,7 +302,6 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         help="draw memory and step time of the layouts as .svg or .png (extra `plot`)",
     )
     add_json_flag(parser)
-    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Enumerates degrees (also of experts), micro-batches, recomputation, resharding, schedules and\n"
         "stages. Model, sequence length and samples of a step are those of CONFIG. So are settings on\n"

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from torchtitan_like.cli.common import (
-    HelpWithSettings,
     add_json_flag,
     catch_value_errors,
     positive_number,
@@ -302,7 +301,6 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
         help="attempts/<n>/bad-steps/step-<k>.json in the folder of a run",
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the result as JSON")
-    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Loads the checkpoint before the step, trains the steps between, and runs the step on\n"
         "the same samples. Shows the first module with an inf or nan, and the parameters that\n"

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from torchtitan_like.cli.common import HelpWithSettings, names_config, with_config
+from torchtitan_like.cli.common import names_config, settings_of
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -17,6 +17,7 @@ DOES_NOT_FIT = 1
 
 def configure_train(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
+    from torchtitan_like.config.document import common_help
     from torchtitan_like.launcher.options import OPTIONS
 
     parser.add_argument(
@@ -29,8 +30,8 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{option.name}", metavar=option.metavar, help=f"{option.help} [{option.variable}]"
         )
-    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
+        f"{common_help()}\n\n"
         "A name in [brackets] is the environment variable that is used if the option is not given.\n"
         "One process trains without torchrun, several under it. Returns 0 when the run is done, 1 after a\n"
         "crash, and 78 for a configuration that cannot work (nothing is started). Otherwise, returns the\n"
@@ -43,14 +44,11 @@ def run_train(arguments: argparse.Namespace) -> int:
     """Train. Returns the exit code."""
     from torchtitan_like.launcher.options import OPTIONS
     from torchtitan_like.launcher.run import launch
-    from torchtitan_like.util.output import show
 
-    config = arguments.config
     if not names_config(arguments):
-        config = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG
-    settings = with_config(config, arguments.settings, show)
+        arguments.config = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG
     options = {option.key: getattr(arguments, option.key) for option in OPTIONS}
-    return launch(options, settings, arguments.words)
+    return launch(options, settings_of(arguments), arguments.words)
 
 
 # ---- titan check
@@ -73,7 +71,6 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         metavar="GPU",
         help="also dry-run the configuration on this GPU, see titan plan (needs --world-size)",
     )
-    parser.add_argument("-h", "--help", action=HelpWithSettings)
     parser.epilog = (
         "Prints the configuration as TOML, unless into a terminal, and warnings on stderr, and\n"
         "returns 0;\n"
@@ -113,7 +110,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         if world_size is None:
             expected = "--world-size N next to it"
             problems.append(Problem("--plan", arguments.plan, expected, origin="command line"))
-    settings = with_config(arguments.config, arguments.settings, show_error)
+    settings = settings_of(arguments)
     try:
         if problems:
             raise ConfigError(problems)

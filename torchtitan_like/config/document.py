@@ -1,10 +1,11 @@
-"""The schema as text: `--help` and docs/reference/config.md.
+"""The schema as text: `titan help`, `titan train --help` and docs/reference/config.md.
 
 Run `python -m torchtitan_like.config.document > docs/reference/config.md` after a change.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from typing import Any
 from torchtitan_like.config.aliases import MOVED_SECTIONS, RENAMED, RENAMED_CONVERTERS
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.facts import Need
-from torchtitan_like.config.fields import Path, Setting, settings_of
+from torchtitan_like.config.fields import Path, Setting, all_settings, settings_of
 from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.schema import job_config
 from torchtitan_like.config.toml_text import toml_value
@@ -27,8 +28,18 @@ A TOML file contains settings ([section], key = value). It may extend another fi
   --section.lists a,b c,d  a list of lists
   --section.key None       unsets a setting that may be unset
   --model.args.dim 256     a table with names of your own, such as --data.sources.NAME.path FILE
-Check without training:    titan check X.toml [--section.key value ...] [--world-size N]
 """
+# The settings that users change most, in the order of `titan train --help`.
+COMMON = (
+    *("job.dump_folder", "model.name", "model.flavor", "model.hf_assets_path"),
+    *("training.dataset", "training.dataset_path", "training.steps", "training.seq_len"),
+    *("training.local_batch_size", "training.global_batch_size"),
+    *("optimizer.name", "optimizer.lr", "lr_scheduler.warmup_steps"),
+    *("checkpoint.enable", "checkpoint.interval", "checkpoint.initial_load_path"),
+    *("parallelism.data_parallel_shard_degree", "parallelism.tensor_parallel_degree"),
+    *("activation_checkpoint.mode", "compile.enable"),
+)
+COLUMNS = 100
 
 _INTRODUCTION = """\
 # Configuration
@@ -116,20 +127,48 @@ def _meaning(setting: Setting) -> str:
     return " ".join(filter(None, sentences))
 
 
-def help_text() -> str:
-    """Return the syntax of arguments and all settings: type, choices, default and meaning."""
-    lines = [_SYNTAX]
+def common_help() -> str:
+    """Return the settings that users change most, and the syntax of settings."""
+    all_of_them = {setting.key: setting for setting in all_settings()}
+    lines = ["settings that are changed most:"]
+    for key in COMMON:
+        summary = re.split(r"\. (?=[A-Z])", all_of_them[key].description)[0].rstrip(".")
+        lines += _entry(key, f"{summary}.")
+    lines += ["", "`titan help SECTION` and `titan help KEY` explain all settings.", "", _SYNTAX]
+    return "\n".join(lines).rstrip()
+
+
+def settings_help(name: str) -> str:
+    """Return the settings of a section, or the settings with that key or last part of the key.
+
+    The text contains the type, the choices, the default and the meaning. "" if there are none.
+    """
+    name = name.removeprefix("--").replace("-", "_")
+    is_section = any(".".join(path) == name for path, _ in _sections())
+    lines: list[str] = []
     for path, section in _sections():
+        settings = [
+            setting
+            for setting in _settings(section, path)
+            if f"{setting.key}.".startswith(f"{name}.")
+            or (not is_section and f".{setting.key}".endswith(f".{name}"))
+        ]
+        if not settings:
+            continue
         title = (section.__doc__ or "").splitlines()[0]
-        lines.append(f"[{'.'.join(path)}]  {title} {_conditions(section.facts.needs)}".rstrip())
-        for setting in _settings(section, path):
+        heading = f"[{'.'.join(path)}]  {title} {_conditions(section.facts.needs)}".rstrip()
+        lines += [*textwrap.wrap(heading, width=COLUMNS, subsequent_indent="  "), ""]
+        for setting in settings:
             key = f"{setting.key}.<name>" if setting.is_free else setting.key
-            text = f"{setting.expected}; default: {_default(setting)}. {_meaning(setting)}"
-            indent = " " * 8
-            lines.append(f"  --{key}")
-            lines += textwrap.wrap(text, width=112, initial_indent=indent, subsequent_indent=indent)
+            facts = f"{setting.expected}; default: {_default(setting)}."
+            lines += _entry(key, f"{_meaning(setting)} Value: {facts}")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join(lines).rstrip()
+
+
+def _entry(key: str, text: str) -> list[str]:
+    """Return the lines of a setting: its flag and the text."""
+    return textwrap.wrap(f"  --{key}  {text}", COLUMNS, subsequent_indent=" " * 8)
 
 
 def markdown() -> str:

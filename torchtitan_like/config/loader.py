@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
@@ -85,7 +84,7 @@ class CommandLine:
         """Return the configuration. Imports no user code: see `import_extensions`.
 
         Precedence: command line > TOML file > the file that it extends > defaults. `--help` prints
-        all settings and exits with 0. Raises ConfigError with every problem.
+        the common settings and exits with 0. Raises ConfigError with every problem.
         """
         if self._loaded is None:
             try:
@@ -98,9 +97,9 @@ class CommandLine:
 
     def _load(self) -> JobConfig:
         if wants_help(self.argv):
-            from torchtitan_like.config.document import help_text
+            from torchtitan_like.config.document import common_help
 
-            sys.stdout.write(f"{USAGE}\n{help_text()}")
+            print(f"{USAGE}\n{common_help()}")
             raise SystemExit(0)
         arguments, problems = parse_arguments(self.argv)
         problems = [*self._unreadable, *problems]

@@ -139,7 +139,7 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 # Commands that print a result and change no file.
 PRINTING = (
-    *("check", "plan", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
+    *("check", "help", "plan", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
     *("ckpt interval", "data show", "run ls", "run watch", "run compare", "node check"),
     *("slurm before", "slurm after", "generate"),
 )
@@ -229,6 +229,11 @@ def test_train(tmp_path: Path) -> None:
 def test_check(tmp_path: Path, example: Example) -> None:
     output = example("check", tmp_path)
     assert tomllib.loads(output)["training"]["steps"] == 100
+
+
+def test_help(tmp_path: Path, example: Example) -> None:
+    output = example("help", tmp_path)
+    assert "--optimizer.lr" in output and "--compile.components" in output
 
 
 def test_generate(trained: Path, example: Example) -> None:

@@ -74,13 +74,37 @@ def test_an_unknown_command_is_refused(
     assert capsys.readouterr().err == f"titan: there is no command {name!r}. {remedy}\n"
 
 
-@pytest.mark.parametrize("group", [[], ["ckpt"]])
-def test_the_word_help_shows_the_help(group: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_word_help_alone_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for word in ("help", "--help"):
-        assert cli.main([*group, word]) == 0
+        assert cli.main([word]) == 0
         outputs.append(capsys.readouterr().out)
     assert outputs[0] == outputs[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("xyzzy", "titan train --help"),
+        ("training.step", 'did you mean "training.steps"?'),
+    ],
+)
+def test_help_of_an_unknown_setting_is_refused(
+    name: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["help", "compile", name]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f'There is no setting or section "{name}": {remedy}')
+
+
+def test_help_reports_a_module_that_cannot_be_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["help", "compile", "--experimental.custom_import"]
+    (tmp_path / "broken.py").write_text("raise ValueError('broken')")
+    assert cli.main([*words, str(tmp_path / "broken.py")]) == 78
+    assert "ValueError: broken" in capsys.readouterr().err
 
 
 def test_options_and_settings_may_be_in_any_order() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.check import load_checked
-from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.config import ConfigError, JobConfig, load_config
 
 TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128,
               "qwen3_moe_debug": 2, "deepseek_v3_debug_model": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512,
@@ -98,3 +98,13 @@ def test_the_first_run_has_no_warnings() -> None:
         ["--job.config_file", "train_configs/debug_model.toml"], 2, training=True
     )
     assert warnings == []
+
+
+def test_a_file_in_the_working_folder_replaces_a_bundled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ["--job.config_file", "debug_model.toml"]
+    assert load_config(words).training.steps == 200
+    (tmp_path / "debug_model.toml").write_text("[training]\nsteps = 7\n")
+    assert load_config(words).training.steps == 7

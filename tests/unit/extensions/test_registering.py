@@ -10,7 +10,7 @@ import pytest
 from tests.harness.extensions import extensions_removed
 from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
-from torchtitan_like.config.document import help_text
+from torchtitan_like.config.document import settings_help
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.toml_text import dump_toml as dump
 from torchtitan_like.extensions.registering import PARAMETERS, SETTINGS, built_in_names
@@ -189,14 +189,14 @@ def test_a_section_is_strict_and_part_of_all_settings(load: Callable[..., JobCon
     }  # fmt: skip
     settings = {setting.key: setting.affects for setting in all_settings()}
     assert (settings["own.rate"], settings["own.free"]) == ("numerics", "nothing")
-    assert "--own.rate" in help_text() and "[own]" in dump_toml(config)
+    assert "--own.rate" in settings_help("own") and "[own]" in dump_toml(config)
     with pytest.raises(ConfigError):
         load_config(["--own.extra", "1"])  # although the class allows it
 
 
 def test_a_registered_name_is_in_the_help(load: Callable[..., JobConfig]) -> None:
     load(OPTIMIZER)
-    assert '"Muon", "Own", or a registered optimizer' in help_text()
+    assert '"Muon", "Own", or a registered optimizer' in settings_help("optimizer.name")
 
 
 def test_a_stored_config_needs_the_module_of_the_command(
