@@ -184,7 +184,7 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
     from torchtitan_like.build import identify
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
     from torchtitan_like.checkpoint.saving import Save
-    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_checkpoint import Checkpoint
     from torchtitan_like.config.sections_training import Model
     from torchtitan_like.distributed.world import HostGroup
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
-from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import LOCK
 

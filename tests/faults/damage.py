@@ -22,7 +22,7 @@ from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.launch import read_run
 

@@ -23,13 +23,11 @@ from torchtitan_like.check.model import (
 )
 from torchtitan_like.check.pipeline import check_degrees, check_pipeline
 from torchtitan_like.check.rules import RULES
+from torchtitan_like.check.rules.no_effect import find_idle_settings
 from torchtitan_like.check.tokenizer import check_tokenizer
 from torchtitan_like.config import ConfigError, JobConfig, Problem
 from torchtitan_like.config.loader import CommandLine
-from torchtitan_like.config.no_effect import without_effect
-from torchtitan_like.config.not_available import NOT_AVAILABLE
-from torchtitan_like.config.problems import NOT_AVAILABLE_YET, merge_no_effect
-from torchtitan_like.config.rules import Rule, broken_rules
+from torchtitan_like.config.problems import Rule, broken_rules, merge_no_effect
 from torchtitan_like.util.modules import searching_modules_in
 
 if TYPE_CHECKING:
@@ -123,13 +121,7 @@ def check_config(
     run = build_context(config, world_size, spec, args, device_type)
     problems += _find_problems(run, training)
     located = [config.locate(problem) for problem in problems]
-    blamed = {
-        problem.key for problem in located if problem.severity != "warning" or problem.has_no_effect
-    }
-    for rule in broken_rules(NOT_AVAILABLE, config):
-        if rule.key not in blamed:
-            located.append(config.locate(rule.problem(config)))
-    return [*(_settle(problem, training) for problem in located), *without_effect(config)]
+    return [*(_settle(problem, training) for problem in located), *find_idle_settings(config)]
 
 
 # Sections whose settings differ between the layouts of one run.
@@ -193,6 +185,4 @@ def _settle(problem: Problem, training: bool) -> Problem:
         return problem
     if training:
         return replace(problem, severity="error")
-    is_statement = problem.expected == NOT_AVAILABLE_YET
-    expected = problem.expected if is_statement else f"expected {problem.expected}"
-    return replace(problem, severity="warning", expected=expected)
+    return replace(problem, severity="warning", expected=f"expected {problem.expected}")

@@ -46,7 +46,7 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import PIN, step_name
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_checkpoint import Checkpoint
 
 T = TypeVar("T")
 logger = logging.getLogger()

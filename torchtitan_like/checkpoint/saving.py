@@ -39,7 +39,7 @@ from torchtitan_like.util.run_directory import CONFIG, step_name
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.lock import RunLock
     from torchtitan_like.checkpoint.retention import Retention
-    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_checkpoint import Checkpoint
 
 logger = logging.getLogger()
 

@@ -21,7 +21,7 @@ from torchtitan_like.checkpoint.step_folders import (
 from torchtitan_like.util.run_directory import MANIFEST, step_name
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_scale import Checkpoint
+    from torchtitan_like.config.sections_checkpoint import Checkpoint
 
 Format = Literal["step", "dcp", "hf", "meta"]
 FORMAT_NAMES: dict[Format, str] = {

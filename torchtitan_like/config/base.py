@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtitan_like.config.facts import Facts
-from torchtitan_like.config.rules import Rule, broken_rules
+from torchtitan_like.config.problems import Rule, broken_rules
 from torchtitan_like.util import registry
 from torchtitan_like.util.registry import Kind
 

@@ -15,7 +15,6 @@ from torchtitan_like.config.aliases import MOVED_SECTIONS, RENAMED, RENAMED_CONV
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.facts import Need
 from torchtitan_like.config.fields import Path, Setting, all_settings, settings_of
-from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.config.schema import job_config
 from torchtitan_like.config.toml_text import toml_value
 
@@ -122,8 +121,6 @@ def _meaning(setting: Setting) -> str:
     sentences = [setting.description, _conditions(setting.facts.needs)]
     if setting.affects not in ("nothing", "future_samples"):
         sentences.append(f"Fixed on resume ({setting.affects}).")
-    rules = [rule for rule in NOT_AVAILABLE if rule.key == setting.key]
-    sentences += [f"Not available yet: {rule.remedy}." for rule in rules]
     return " ".join(filter(None, sentences))
 
 

@@ -1,10 +1,10 @@
-"""Problems of a configuration: the given value, the expected value, and the remedy."""
+"""Problems of a configuration, and the type of the rules that find them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from torchtitan_like.util.credentials import mask_text
 
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 # "training_error": an error before training, and a warning in a check on any machine.
 Severity = Literal["error", "warning", "training_error"]
-NOT_AVAILABLE_YET = "not available yet"
 MAX_LINES = 200  # of a report
 NO_EFFECT = "has no effect in this run"
 
@@ -52,12 +51,56 @@ class Problem:
         if self.key:
             setting = self.key if self.value is None else f"{self.key} = {show(self.value)}"
             setting += ": "
-        remedy = self.remedy
+        expected, remedy = self.expected, self.remedy
         if self.severity != "warning":
+            expected = f"expected {expected}"
             remedy = remedy or "correct it"
-        is_expectation = self.severity != "warning" and self.expected != NOT_AVAILABLE_YET
-        expected = f"expected {self.expected}" if is_expectation else self.expected
         return f"{origin}{setting}{expected}" + (f" -> {remedy}" if remedy else "")
+
+
+Subject = TypeVar("Subject")
+
+
+@dataclass(frozen=True)
+class Rule(Generic[Subject]):
+    """A setting is wrong, or deserves a warning, if `when` returns True.
+
+    Subject: what `when`, `expected` and `remedy` read. For `Section.rules` it is the section, and
+    keys are relative to it. For the rules of check it is a `RunContext`, and keys are dotted.
+    Rules never refuse a setting of a disabled feature.
+
+    name: stable and unique, for tests and docs.
+    key: the setting to report.
+    expected: follows the word "expected" in an error. In a warning it states what happens instead.
+    involves: other settings that `when` reads.
+    """
+
+    name: str
+    key: str
+    when: Callable[[Subject], bool]
+    expected: str | Callable[[Subject], str]
+    remedy: str | Callable[[Subject], str] = ""
+    involves: tuple[str, ...] = ()
+    severity: Severity = "error"
+
+    def problem(self, subject: Subject) -> Problem:
+        """Describe the broken rule, without the setting's value and origin."""
+        expected = self.expected if isinstance(self.expected, str) else self.expected(subject)
+        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(subject)
+        return Problem(
+            self.key,
+            None,
+            expected,
+            remedy,
+            severity=self.severity,
+            involves=self.involves,
+            rule=self.name,
+        )
+
+
+def broken_rules(rules: Iterable[Rule[Subject]], subject: Subject) -> list[Rule[Subject]]:
+    """Return the rules that `subject` breaks, in their order."""
+    return [rule for rule in rules if rule.when(subject)]
 
 
 class ConfigError(Exception):
@@ -113,7 +156,7 @@ def merge_no_effect(problems: Iterable[Problem]) -> list[Problem]:
 def _describe_idle(problem: Problem) -> str:
     """Return the value of a setting without effect, its origin and the reason."""
     value = "" if problem.value is None else f" = {show(problem.value)}"
-    reason = problem.expected.removeprefix(NO_EFFECT).lstrip(":; ")
+    reason = problem.expected.removeprefix(f"{NO_EFFECT}: ")
     return f"{value} ({', '.join(filter(None, (problem.origin, reason)))})"
 
 

@@ -9,7 +9,12 @@ from typing import Any
 
 from pydantic import PrivateAttr, create_model
 
-from torchtitan_like.config import sections_run, sections_scale, sections_training
+from torchtitan_like.config import (
+    sections_checkpoint,
+    sections_run,
+    sections_scale,
+    sections_training,
+)
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.util import registry
@@ -29,7 +34,7 @@ class JobConfig(Section):
     data: sections_training.Data = sections_training.Data()
     loss: sections_training.Loss = sections_training.Loss()
     parallelism: sections_scale.Parallelism = sections_scale.Parallelism()
-    checkpoint: sections_scale.Checkpoint = sections_scale.Checkpoint()
+    checkpoint: sections_checkpoint.Checkpoint = sections_checkpoint.Checkpoint()
     activation_checkpoint: sections_scale.ActivationCheckpoint = (
         sections_scale.ActivationCheckpoint()
     )

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 from torchtitan_like.config.base import HomePath, Minutes, NameOf, Section, Steps
-from torchtitan_like.config.checkpoint_rules import COPY_LATER, LOCAL_FOLDER, is_uri
 from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
+from torchtitan_like.config.sections_checkpoint import COPY_LATER, LOCAL_FOLDER, is_uri
 
 
 class Job(Section):
@@ -33,7 +33,8 @@ class Job(Section):
         "job.dump_folder.",
     )
     custom_config_module: str = field(
-        "", "Import path of a module whose JobConfig is merged into this schema."
+        "",
+        "Import path of a module whose JobConfig is merged into this schema. Not available yet: leave it out.",
     )
 
     rules: ClassVar[tuple[Rule[Job], ...]] = (
@@ -306,7 +307,10 @@ class MemoryEstimation(Section):
     enable: bool = field(
         False, "Report the peak memory of a dry run of this configuration instead of training."
     )
-    disable_fake_mode: bool = field(False, "Estimate with real tensors instead of fake ones.")
+    disable_fake_mode: bool = field(
+        False,
+        "Estimate with real tensors instead of fake ones. Not available yet: set it to false.",
+    )
 
 
 # Environment variable with the address of the lighthouse, as in torchft.
@@ -408,7 +412,9 @@ class Experimental(Section):
         affects="model",
     )
     custom_args_module: str = field(
-        "", "Deprecated name of job.custom_config_module.", affects="nothing"
+        "",
+        "Deprecated name of job.custom_config_module. Not available yet: leave it out.",
+        affects="nothing",
     )
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, KeepCount, MinusOneOrPositive, NthOrOp, Section
-from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
+from torchtitan_like.config.base import HomePath, MinusOneOrPositive, NthOrOp, Section
 from torchtitan_like.config.facts import Facts, Need, above, converter, enabled, field, one_of
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 
 # This list omits the backends of torch's own tests, "ts" and "aot_ts" (TorchScript), and
 # "aot_eager_decomp_partition_with_mode" (needs an argument).
@@ -181,7 +180,7 @@ class Parallelism(Section):
     )
     expert_parallel_comm_backend: Literal["standard", "deepep"] = field(
         "standard",
-        "How tokens are sent to experts: standard all-to-all, or DeepEP.",
+        "How tokens are sent to experts: standard all-to-all. DeepEP is not available yet.",
         needs=EXPERT,
     )
 
@@ -210,183 +209,6 @@ class Parallelism(Section):
             ("pipeline_parallel_schedule", "pipeline_parallel_degree"),
         ),
     )
-
-
-class Checkpoint(Section):
-    """Saving checkpoints, and starting from them."""
-
-    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
-    SAVING: ClassVar[Need] = Need(
-        "load_only",
-        "{key} = false",
-        lambda load_only, _: not load_only,
-        "the run saves no checkpoints",
-    )
-    EXPORTING: ClassVar[Need] = Need(
-        "last_save_in_hf",
-        "{key} = true or checkpoint.hf_interval > 0",
-        lambda value, config: value or config.checkpoint.hf_interval > 0,
-    )
-    LOADING: ClassVar[Need] = Need(
-        "start",
-        '{key} = "auto" or "resume"',
-        lambda start, config: start != "scratch" and not config.checkpoint.create_seed_checkpoint,
-        "nothing is loaded",
-    )
-    LOADING_INITIAL: ClassVar[tuple[Need, ...]] = (
-        Need(
-            "start",
-            '{key} = "auto" or "warm"',
-            lambda start, _: start != "resume",
-            'with "resume" there must be a checkpoint of this run',
-        ),
-        Need(
-            "load_step", "{key} = -1", lambda step, _: step < 0, "that step of this run is loaded"
-        ),
-    )
-
-    enable: bool = field(False, "Save checkpoints and resume from them.")
-    enable_ft_dataloader_checkpoints: bool = field(
-        True,
-        "Each replica also saves its own position in the dataset.",
-        needs=enabled("fault_tolerance.enable"),
-    )
-    folder: HomePath = field(
-        "checkpoint", "Folder of the checkpoints step-N, below job.dump_folder.", min_length=1
-    )
-    interval: int = field(500, "Save every this many steps, and at the end.", gt=0, needs=SAVING)
-    interval_minutes: float = field(
-        0.0,
-        "Also save if this many minutes have passed since the last checkpoint. 0: never.",
-        ge=0,
-        needs=SAVING,
-    )
-    initial_load_path: HomePath | None = field(
-        None,
-        "Checkpoint to start from if the run has none of its own. The format is detected: a "
-        "step-N of this program, or a folder of Hugging Face safetensors, of "
-        "torch.distributed.checkpoint, or of Meta's consolidated.*.pth.",
-        needs=LOADING_INITIAL,
-    )
-    initial_load_model_only: bool = field(
-        True,
-        "Load only the weights of initial_load_path; optimizer, schedule and data start anew. "
-        "false: continue the run of that full checkpoint, from its step, in a folder of its own. "
-        "It may be a checkpoint of TorchTitan 0.2.",
-        needs=(Need("initial_load_path", "{key}", lambda path, _: bool(path)), *LOADING_INITIAL),
-    )
-    initial_load_in_hf: bool = field(
-        False,
-        "Refuse initial weights that are not Hugging Face safetensors. Without initial_load_path "
-        "the weights in model.hf_assets_path are loaded.",
-        needs=LOADING_INITIAL,
-    )
-    initial_load_in_hf_quantized: bool = field(
-        False,
-        "The initial weights are quantized Hugging Face safetensors.",
-        needs=LOADING_INITIAL,
-    )
-    initial_load_upcycle: bool = field(
-        False,
-        "The initial weights are of a dense model: every expert becomes a copy of its feed-forward "
-        "network, routers are new. A resumed run never upcycles again.",
-        needs=LOADING_INITIAL,
-    )
-    last_save_model_only: bool = field(
-        True,
-        "The last checkpoint holds only the weights. Set it to false to extend a finished run "
-        "later.",
-        needs=SAVING,
-    )
-    last_save_in_hf: bool = field(
-        False,
-        "Write the last checkpoint as Hugging Face safetensors, as fast as a native checkpoint of "
-        "the weights. Requires last_save_model_only = true.",
-        needs=SAVING,
-    )
-    hf_interval: int = field(
-        0,
-        "Export the weights as Hugging Face safetensors every this many steps, to hf/step-N in "
-        "checkpoint.folder. Nothing deletes these exports. They are as fast as native "
-        "checkpoints (docs/guides/checkpoint.md). 0: never.",
-        ge=0,
-        needs=SAVING,
-    )
-    hf_shard_gb: float = field(
-        5.0,
-        "Maximum size of a file of Hugging Face safetensors in GB (10^9 bytes).",
-        gt=0,
-        needs=(EXPORTING, SAVING),
-    )
-    export_dtype: Literal["float16", "bfloat16", "float32"] = field(
-        "float32",
-        "Type of the weights in Hugging Face safetensors, and in a last checkpoint with "
-        "last_save_model_only.",
-        needs=SAVING,
-    )
-    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = field(
-        "disabled",
-        "async: write checkpoints in the background. async_with_pinned_mem: also stage them in "
-        "page-locked memory.",
-        needs=SAVING,
-    )
-    on_save_error: Literal["stop", "continue"] = field(
-        "stop",
-        "After a failed checkpoint, or a failed write to another file of the run. stop: end with exit "
-        "code 74. continue: try again later; the last checkpoint of a run must succeed.",
-        needs=SAVING,
-    )
-    keep_latest_k: KeepCount = field(
-        10,
-        "Number of newest checkpoints to keep, at least 2. Older ones are deleted. 0: keep all.",
-        needs=SAVING,
-    )
-    keep_every: int = field(
-        0,
-        "Keep checkpoints of steps that are divisible by this number. 0: none. Checkpoints with a "
-        "file PIN are always kept.",
-        ge=0,
-        needs=(above(0, "keep_latest_k", reason="nothing is deleted"), SAVING),
-    )
-    load_step: int = field(-1, "Step to resume from. -1: the newest.", ge=-1)
-    exclude_from_loading: list[
-        Literal["model", "optimizer", "ema", "lr_scheduler", "dataloader", "train_state"]
-    ] = field([], "States of a checkpoint that are not loaded.", needs=LOADING)
-    verify: Literal["read", "full"] = field(
-        "read",
-        "Compare data with the hashes in the checkpoint. read: the data that ranks read. full: "
-        "also the data that no rank needs.",
-        needs=LOADING,
-    )
-    allow_change: list[str] = field(
-        [],
-        'Patterns of settings that may differ from the resumed run, e.g. ["optimizer.lr"] or '
-        '["model.*"]. Without them, changes that affect the result are refused.',
-        needs=(
-            LOADING,
-            Need(
-                "start",
-                '{key} = "auto" or "resume"',
-                lambda start, _: start != "warm",
-                "no run is resumed",
-            ),
-        ),
-    )
-    enable_first_step_checkpoint: bool = field(
-        False, "Also save after the first step, to learn early if saving works.", needs=SAVING
-    )
-    create_seed_checkpoint: bool = field(
-        False, "Save the initial weights as step-0 on one rank and end."
-    )
-    load_only: bool = field(False, "Load checkpoints but save none.")
-    start: Literal["auto", "resume", "warm", "scratch"] = field(
-        "auto",
-        "auto: newest checkpoint of this run, else initial_load_path, else new weights. resume: a "
-        "checkpoint of this run must exist. warm: weights of initial_load_path at step 0. "
-        "scratch: new weights.",
-    )
-
-    rules: ClassVar[tuple[Rule[Checkpoint], ...]] = CHECKPOINT_RULES
 
 
 class ActivationCheckpoint(Section):

@@ -17,7 +17,7 @@ from torchtitan_like.config.base import (
     StepWeights,
 )
 from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 
 # A name that users give to a table, such as a dataset in [data.sources.<name>].
@@ -67,7 +67,8 @@ class Model(Section):
     )
     converters: list[ConverterName] = field(
         [],
-        "Converters to apply to the model: first registered ones in this order, then the package's.",
+        "Converters to apply to the model: first registered ones in this order, then the package's. "
+        "Not available yet: MX and float8 of grouped_mm.",
     )
     print_after_conversion: bool = field(
         False,

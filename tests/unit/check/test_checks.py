@@ -11,8 +11,6 @@ import pytest
 
 from torchtitan_like.check import check_config, host_memory, load_checked
 from torchtitan_like.config import ConfigError, Problem, load_config
-from torchtitan_like.config.fields import find
-from torchtitan_like.config.not_available import NOT_AVAILABLE
 from torchtitan_like.util.host_memory import HostMemory
 
 TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
@@ -54,7 +52,7 @@ UNAVAILABLE = [
 def test_unavailable_features_are_refused_only_in_training(line: str, key: str) -> None:
     arguments = f"--training.steps 1000 {line}"
     (problem,) = [each for each in check(arguments, 2) if each.severity == "error"]
-    assert (problem.key, problem.expected) == (key, "not available yet") and problem.remedy
+    assert problem.key == key and "not available yet" in problem.expected and problem.remedy
     checked = check(arguments, 2, training=False)
     assert keys(checked, "error") == []
     assert any(problem.key == key and problem.remedy for problem in checked)
@@ -67,11 +65,6 @@ def test_each_key_is_reported_once() -> None:
         problem.key == "parallelism.expert_parallel_degree"
         and "llama3 has no experts" in problem.expected
     )
-
-
-def test_the_table_of_unavailable_features_names_settings() -> None:
-    assert all(find(tuple(row.key.split("."))) is not None for row in NOT_AVAILABLE)
-    assert all(row.remedy for row in NOT_AVAILABLE)
 
 
 WARNINGS = [

@@ -21,8 +21,8 @@ from torchtitan_like.check.rules import QUANTIZE_RULES, RULES
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.fields import find
-from torchtitan_like.config.rules import Rule
-from torchtitan_like.config.rules import broken_rules as find_broken
+from torchtitan_like.config.problems import Rule
+from torchtitan_like.config.problems import broken_rules as find_broken
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.util.modules import pip_install
 
@@ -394,6 +394,11 @@ OTHER_RULES = [
     ("metrics.enable_wandb=true", None, "wandb-not-installed"),
     ("ac=memory_budget compile=true activation_checkpoint.visualize_memory_budget_pareto=true", None,
      "matplotlib-not-installed"),
+    ("converters=quantize.linear.mx", None, "unavailable-converter"),
+    (f"{QWEN_EXPERTS} ep=2 parallelism.expert_parallel_comm_backend=deepep", None, "unavailable-expert-backend"),
+    ("memory_estimation.enable=true memory_estimation.disable_fake_mode=true", None, "unavailable-estimation"),
+    ("job.custom_config_module=my.module", None, "unavailable-job.custom_config_module"),
+    ("experimental.custom_args_module=my.module", None, "unavailable-experimental.custom_args_module"),
 ]  # fmt: skip
 
 

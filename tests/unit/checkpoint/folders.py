@@ -9,7 +9,7 @@ import torch
 from tests.harness.extents import record_file
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.step_folders import write_manifest
-from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import MANIFEST
 

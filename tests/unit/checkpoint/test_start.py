@@ -14,7 +14,7 @@ from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
 from torchtitan_like.checkpoint.extents import REMEDY
 from torchtitan_like.checkpoint.start import Start, decide_start, format_of
 from torchtitan_like.checkpoint.step_folders import supersede_later
-from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.util.run_directory import MANIFEST
 
 LAST_STEP = 20

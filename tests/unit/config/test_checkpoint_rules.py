@@ -8,8 +8,7 @@ from itertools import product
 import pytest
 
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.checkpoint_rules import CHECKPOINT_RULES
-from torchtitan_like.config.sections_scale import Checkpoint
+from torchtitan_like.config.sections_checkpoint import CHECKPOINT_RULES, Checkpoint
 
 HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
 SEED, ON = "--create_seed_checkpoint", "--enable"

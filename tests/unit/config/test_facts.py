@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
+from torchtitan_like.check.rules.no_effect import find_idle_settings
 from torchtitan_like.config import load_config
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.facts import Affected, Facts, above, converter, enabled, field, one_of
 from torchtitan_like.config.fields import Setting, all_settings, settings_of
-from torchtitan_like.config.no_effect import without_effect
 from torchtitan_like.config.schema import JobConfig
 
 # New settings of these sections may change on resume without a warning. A new setting of any other
@@ -63,12 +63,12 @@ def test_needs_of_sections_precede_needs_of_the_setting() -> None:
 
 def test_the_first_unmet_need_is_reported() -> None:
     config = load_config("--checkpoint.keep_every 1000 --checkpoint.load_only".split())
-    messages = {problem.key: problem.expected for problem in without_effect(config)}
+    messages = {problem.key: problem.expected for problem in find_idle_settings(config)}
     assert messages["checkpoint.keep_every"].endswith("it needs checkpoint.enable = true")
     line = "--checkpoint.enable --checkpoint.keep_every 1000 --checkpoint.load_only"
     config = load_config(line.split())
-    assert not list(without_effect(config))  # the same layer sets both
-    (problem,) = without_effect(config, every_layer=True)
+    assert not list(find_idle_settings(config))  # the same layer sets both
+    (problem,) = find_idle_settings(config, every_layer=True)
     assert problem.key == "checkpoint.keep_every"
     assert problem.expected.endswith(
         "it needs checkpoint.load_only = false: the run saves no checkpoints"

@@ -9,11 +9,13 @@ from torchtitan_like.check.rules.compute import (
     QUANTIZE_RULES,
 )
 from torchtitan_like.check.rules.model import MODEL_RULES
+from torchtitan_like.check.rules.no_effect import NO_EFFECT_RULES
 from torchtitan_like.check.rules.parallelism import PARALLELISM_RULES
 from torchtitan_like.check.rules.replica_groups import FAULT_TOLERANCE_RULES
 from torchtitan_like.check.rules.run import (
     CHECKPOINT_RULES,
     DEBUG_RULES,
+    JOB_RULES,
     PACKAGE_RULES,
     PROFILING_RULES,
     RESILIENCE_RULES,
@@ -25,7 +27,7 @@ from torchtitan_like.check.rules.training import (
     TRAINING_RULES,
     VALIDATION_RULES,
 )
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 
 # In the order in which their problems are reported.
 RULES: tuple[Rule[RunContext], ...] = (
@@ -45,4 +47,6 @@ RULES: tuple[Rule[RunContext], ...] = (
     *CHECKPOINT_RULES,
     *FAULT_TOLERANCE_RULES,
     *PACKAGE_RULES,
+    *JOB_RULES,
+    *NO_EFFECT_RULES,
 )

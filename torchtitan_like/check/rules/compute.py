@@ -10,8 +10,7 @@ from importlib.metadata import entry_points
 
 from torchtitan_like.check.context import RunContext
 from torchtitan_like.check.rules.keys import AC_MODE, COMPILE, IMPL
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_scale import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
 from torchtitan_like.util.modules import pip_install
@@ -118,14 +117,6 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
         (IMPL, *COMPILE),
     ),
     Rule(
-        "no-compiled-component",
-        "compile.enable",
-        lambda run: run.config.compile.enable and not run.config.compile.components,
-        f"{NO_EFFECT}: compile.components is empty",
-        involves=("compile.components",),
-        severity="warning",
-    ),
-    Rule(
         "memory-budget-backend",
         "compile.backend",
         lambda run: (
@@ -197,7 +188,21 @@ def _gathers_in_float8(run: RunContext) -> bool:
     return run.uses_float8 and run.config.quantize.linear.float8.enable_fsdp_float8_all_gather
 
 
+UNAVAILABLE_CONVERTERS = {
+    "quantize.grouped_mm.float8",
+    "quantize.linear.mx",
+    "quantize.grouped_mm.mx",
+}
+
 QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "unavailable-converter",
+        "model.converters",
+        lambda run: not UNAVAILABLE_CONVERTERS.isdisjoint(run.config.model.converters),
+        f'"{FLOAT8}" or registered converters: others are not available yet',
+        "remove the others",
+        severity="training_error",
+    ),
     Rule(
         "torchao-not-installed",
         "model.converters",

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torchtitan_like.check.context import RunContext
 from torchtitan_like.check.rules.keys import MODEL_KEYS, TP
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.models.hf_table import links
 
 # Matrix products on tensor cores are fast if a dimension of a weight is a multiple of 64 elements:

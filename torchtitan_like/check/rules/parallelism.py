@@ -21,13 +21,10 @@ from torchtitan_like.check.rules.keys import (
     SEQUENCE_PARALLEL,
     TP,
 )
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.models.spec import num_mtp_layers
 
-PREFETCH = "parallelism.fsdp_prefetch_depth"
-BUCKETING = "parallelism.simple_fsdp_bucketing"
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
 
 DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
@@ -53,30 +50,6 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         (CP,),
     ),
     Rule(
-        "reshard-of-replicated-weights",
-        "parallelism.fsdp_reshard_after_forward",
-        lambda run: (
-            run.is_resolved
-            and not run.shards_weights
-            and run.parallelism.fsdp_reshard_after_forward != "default"
-        ),
-        f"{NO_EFFECT}: weights are not sharded",
-        involves=DEGREES,
-        severity="warning",
-    ),
-    Rule(
-        "prefetch-without-shards",
-        PREFETCH,
-        lambda run: (
-            run.is_resolved
-            and run.parallelism.fsdp_prefetch_depth > 1
-            and (run.parallelism.data_parallel_impl != "fsdp2" or not run.shards_weights)
-        ),
-        f'{NO_EFFECT}; it needs data_parallel_impl = "fsdp2" and sharded weights',
-        involves=(IMPL, *DEGREES),
-        severity="warning",
-    ),
-    Rule(
         "offloaded-simple-fsdp",
         IMPL,
         lambda run: (
@@ -98,27 +71,6 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         "SimpleFSDP gathers weights inside the blocks, and offloading would copy them too",
         'set it to "fsdp2", or activation_checkpoint.mode = "full"',
         (AC_MODE,),
-    ),
-    Rule(
-        "bucketing-without-graph",
-        BUCKETING,
-        lambda run: run.parallelism.simple_fsdp_bucketing and not run.has_data_parallel_graph,
-        f'{NO_EFFECT}; it needs data_parallel_impl = "simple_fsdp" and a model compiled by '
-        '"inductor" or "aot_eager", whose graph holds the collectives',
-        involves=(IMPL, *COMPILE, "compile.backend"),
-        severity="warning",
-    ),
-    Rule(
-        "bucketing-alone",
-        BUCKETING,
-        lambda run: (
-            run.parallelism.simple_fsdp_bucketing
-            and run.has_data_parallel_graph
-            and run.num_weight_ranks == 1
-        ),
-        f"{NO_EFFECT}; it needs at least two data-parallel or context-parallel ranks",
-        involves=(IMPL, *DEGREES),
-        severity="warning",
     ),
 )
 
@@ -230,6 +182,18 @@ MTP_RULES: tuple[Rule[RunContext], ...] = (
 
 _WHOLE_EXPERTS = "expert_parallel_degree = 1 and expert_tensor_parallel_degree = 1"
 EXPERT_RULES: tuple[Rule[RunContext], ...] = (
+    Rule(
+        "unavailable-expert-backend",
+        "parallelism.expert_parallel_comm_backend",
+        lambda run: (
+            run.parallelism.expert_parallel_degree > 1
+            and run.parallelism.expert_parallel_comm_backend != "standard"
+        ),
+        '"standard": other backends are not available yet',
+        'set it to "standard"',
+        (EP,),
+        "training_error",
+    ),
     Rule(
         "experts-of-dense-model",
         EP,
@@ -374,14 +338,6 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             + ": each layer then waits for the network between nodes"
         ),
         lambda run: f"set it to a divisor of {run.ranks_of_node}",
-        severity="warning",
-    ),
-    Rule(
-        "async-without-tp",
-        ASYNC_TP,
-        lambda run: run.parallelism.enable_async_tensor_parallel and run.tp == 1,
-        f"{NO_EFFECT}; it needs {TP} > 1",
-        involves=(TP,),
         severity="warning",
     ),
     Rule(

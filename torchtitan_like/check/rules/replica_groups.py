@@ -16,8 +16,7 @@ from torchtitan_like.check.rules.keys import (
     TP,
 )
 from torchtitan_like.config.datasets import datasets_for
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.stages import check_explicit, model_fragments, module_names
 
@@ -188,18 +187,6 @@ FAULT_TOLERANCE_RULES: tuple[Rule[RunContext], ...] = (
         f"the address of a lighthouse in the environment variable {LIGHTHOUSE}",
         f"start `titan lighthouse`, and set {LIGHTHOUSE}=http://HOST:29510",
         severity="training_error",
-    ),
-    Rule(
-        "positions-of-groups",
-        "checkpoint.enable_ft_dataloader_checkpoints",
-        lambda run: (
-            run.config.fault_tolerance.enable
-            and run.config.checkpoint.enable
-            and not run.config.checkpoint.enable_ft_dataloader_checkpoints
-        ),
-        f"{NO_EFFECT}: every checkpoint has the positions of all groups",
-        involves=(ENABLE,),
-        severity="warning",
     ),
     Rule(
         "groups-over-nccl",

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 from torchtitan_like.check.context import RunContext
-from torchtitan_like.check.rules.keys import EARLY_STEP, MODEL_KEYS, REPLICATE
-from torchtitan_like.config.no_effect import idle_keys
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.check.rules.keys import EARLY_STEP, MODEL_KEYS
+from torchtitan_like.check.rules.no_effect import idle_keys
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.models.upcycling import Upcycling
 from torchtitan_like.util.modules import pip_install
 
@@ -104,6 +103,39 @@ PACKAGE_RULES: tuple[Rule[RunContext], ...] = (
     ),
 )
 
+# Values of TorchTitan's custom_config_module whose settings this schema has: none, and the ones of
+# [fault_tolerance].
+BUILT_IN_MODULES = ("", "torchtitan.components.ft.config")
+
+
+def _module_rule(key: str) -> Rule[RunContext]:
+    """Return the rule that a setting names no module whose JobConfig is to be merged."""
+    return Rule(
+        f"unavailable-{key}",
+        key,
+        lambda run: run.config.value_of(key) not in BUILT_IN_MODULES,
+        "no module: merging another schema is not available yet",
+        "leave it out",
+        severity="training_error",
+    )
+
+
+JOB_RULES: tuple[Rule[RunContext], ...] = (
+    _module_rule("job.custom_config_module"),
+    _module_rule("experimental.custom_args_module"),
+    Rule(
+        "unavailable-estimation",
+        "memory_estimation.disable_fake_mode",
+        lambda run: (
+            run.config.memory_estimation.enable and run.config.memory_estimation.disable_fake_mode
+        ),
+        "false: an estimate with real tensors is not available yet",
+        "set it to false",
+        ("memory_estimation.enable",),
+        "training_error",
+    ),
+)
+
 PROFILING_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "trace-beyond-end",
@@ -163,18 +195,6 @@ RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
         (EARLY_STEP,),
     ),
     Rule(
-        "replica-check-without-replicas",
-        "resilience.replica_check_freq",
-        lambda run: (
-            run.config.is_set("resilience.replica_check_freq")
-            and run.config.resilience.replica_check_freq > 0
-            and run.dp_replicate == 1
-        ),
-        f"{NO_EFFECT}; it needs {REPLICATE} > 1",
-        involves=(REPLICATE,),
-        severity="warning",
-    ),
-    Rule(
         "gradient-check-early-step",
         "resilience.verify_gradients_freq",
         lambda run: (
@@ -196,25 +216,6 @@ DEBUG_RULES: tuple[Rule[RunContext], ...] = (
         "false with compile.enable = true: modules inside compiled code cannot be inspected",
         "set compile.enable = false while you search for the non-finite value",
         ("compile.enable",),
-    ),
-    Rule(
-        "balance-without-experts",
-        "debug.moe_force_load_balance",
-        lambda run: (
-            run.config.debug.moe_force_load_balance
-            and run.limits is not None
-            and not run.size("n_experts")
-        ),
-        lambda run: f"{NO_EFFECT}: {run.config.model.name} has no experts",
-        involves=MODEL_KEYS,
-        severity="warning",
-    ),
-    Rule(
-        "launch-blocking-without-gpu",
-        "debug.launch_blocking",
-        lambda run: run.config.debug.launch_blocking and run.device_type == "cpu",
-        f"{NO_EFFECT}: there is no GPU",
-        severity="warning",
     ),
     Rule(
         "launch-blocking",

@@ -20,8 +20,7 @@ from torchtitan_like.check.rules.keys import (
     TP,
 )
 from torchtitan_like.check.rules.model import UNIT
-from torchtitan_like.config.problems import NO_EFFECT
-from torchtitan_like.config.rules import Rule
+from torchtitan_like.config.problems import Rule
 from torchtitan_like.util.modules import pip_install
 
 
@@ -121,17 +120,6 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         "is slow on this CPU, which has no instructions for it: matrix products take about ten "
         "times as long as in float32",
         'set it to "float32"',
-        severity="warning",
-    ),
-    Rule(
-        "norm-of-early-step",
-        "training.max_norm",
-        lambda run: (
-            run.config.optimizer.early_step_in_backward and run.config.is_set("training.max_norm")
-        ),
-        f"{NO_EFFECT}: optimizer.early_step_in_backward updates weights "
-        "before the gradient norm is known",
-        involves=(EARLY_STEP,),
         severity="warning",
     ),
     Rule(
