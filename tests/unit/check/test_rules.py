@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,17 +13,14 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.unit.check.test_replica_groups import TESTED_WITH_GROUPS
 from torchtitan_like.check import check_config, context, load_checked
 from torchtitan_like.check.context import RunContext, _cpu_has_bfloat16, build_context
 from torchtitan_like.check.rules import QUANTIZE_RULES, RULES
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.fields import find
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.problems import broken_rules as find_broken
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.util.modules import pip_install
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
 SHORT = {
@@ -352,68 +348,6 @@ BIASES = f"{QWEN_EXPERTS} model.args.load_balance=bias"
 UPCYCLED = (
     "checkpoint.enable=true checkpoint.initial_load_path=x checkpoint.initial_load_upcycle=true"
 )
-# (settings, device, rule) for sections other than [parallelism]. test_checks.py asserts the texts.
-OTHER_RULES = [
-    ("training.dtype=bfloat16 training.mixed_precision_param=float32", None, "float32-compute-of-bfloat16-weights"),
-    ("early=true training.max_norm=1.0", None, "norm-of-early-step"),
-    ("training.enable_cpu_offload=true", "cpu", "offload-without-gpu"),
-    ("training.steps=100 lr_scheduler.warmup_steps=200", None, "warmup-beyond-schedule"),
-    ("training.steps=100 lr_scheduler.decay_ratio=0.99", None, "decay-overlaps-warmup"),
-    ("training.steps=100 lr_scheduler.decay_ratio=0.001", None, "decay-below-one-step"),
-    ("training.steps=100 lr_scheduler.total_steps=50", None, "schedule-ends-early"),
-    ("optimizer.name=AdamW8bit", None, "adamw8bit-without-torchao"),
-    ("ema.enable=true ema.warmup=false training.steps=100", None, "average-of-initial-weights"),
-    ("ema.enable=true checkpoint.enable=false", None, "unused-average"),
-    ("ema.enable=true checkpoint.enable=true checkpoint.last_save_in_hf=true checkpoint.last_save_model_only=true",
-     None, "last-save-without-average"),
-    ("ac=memory_budget", None, "eager-memory-budget"),
-    ("ac=full ac_debug=true compile=true", None, "compiled-recording"),
-    ("ac=selective ac_option=op ac_debug=true", None, "per-op-recording"),
-    ("compile=true compile.components=", None, "no-compiled-component"),
-    ("ac=memory_budget compile=true compile.backend=eager", None, "memory-budget-backend"),
-    ("compile=true compile.backend=nonsense", None, "unknown-backend"),
-    ("compile=true compile.backend=tvm", None, "backend-not-installed"),
-    ("compile=true", "cpu", "no-cpp-compiler"),
-    (FLOAT8, "cpu", "float8-on-cpu"),
-    (FLOAT8, None, "torchao-not-installed"),
-    ("training.steps=100 profiling.enable_profiling=true profiling.profile_freq=101", None, "trace-beyond-end"),
-    ("early=true resilience.on_nonfinite=skip", None, "skipped-nonfinite-early-step"),
-    ("early=true resilience.on_spike=skip", None, "skipped-spike-early-step"),
-    ("early=true resilience.on_high_norm=rerun", None, "high-norm-early-step"),
-    ("early=true resilience.verify_gradients_freq=10", None, "gradient-check-early-step"),
-    ("debug.detect_overflow=true compile=true", None, "compiled-overflow-detection"),
-    (BIASES, None, "bias-of-softmax"),
-    (f"{BIASES} checkpoint.enable=true checkpoint.hf_interval=10", None, "bias-without-hf-name"),
-    ("debug.launch_blocking=true", "cpu", "launch-blocking-without-gpu"),
-    ("debug.launch_blocking=true", "cuda", "launch-blocking"),
-    ("checkpoint.enable=true checkpoint.create_seed_checkpoint=true", None, "seed-on-many-ranks"),
-    (UPCYCLED, None, "upcycle-without-dense-model"),
-    (f"{UPCYCLED} {QWEN_EXPERTS} model.args.route_norm=false", None, "upcycle-without-normalized-weights"),
-    ("checkpoint.enable=true checkpoint.async_mode=async_with_pinned_mem", "cpu", "pinned-memory-without-gpu"),
-    ("metrics.enable_tensorboard=true", None, "tensorboard-not-installed"),
-    ("metrics.enable_wandb=true", None, "wandb-not-installed"),
-    ("ac=memory_budget compile=true activation_checkpoint.visualize_memory_budget_pareto=true", None,
-     "matplotlib-not-installed"),
-    ("converters=quantize.linear.mx", None, "unavailable-converter"),
-    (f"{QWEN_EXPERTS} ep=2 parallelism.expert_parallel_comm_backend=deepep", None, "unavailable-expert-backend"),
-    ("memory_estimation.enable=true memory_estimation.disable_fake_mode=true", None, "unavailable-estimation"),
-    ("job.custom_config_module=my.module", None, "unavailable-job.custom_config_module"),
-    ("experimental.custom_args_module=my.module", None, "unavailable-experimental.custom_args_module"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "device", "rule"), OTHER_RULES)
-def test_rules_of_other_sections(
-    line: str, device: str | None, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each line breaks its rule; the config file without the line breaks none."""
-    monkeypatch.delitem(sys.modules, "torch._dynamo.backends.registry", raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    without = "metrics.enable_tensorboard=false"
-    for flags, is_broken in ((line, True), (without, False)):
-        run = replace(layout(flags, 2), device_type=device)
-        assert (rule in [broken.name for broken in broken_rules(run)]) is is_broken
 
 
 def test_upcycling_needs_a_family_with_dense_models() -> None:
@@ -523,34 +457,6 @@ def test_float8_rules(
     ]
 
 
-def test_a_missing_torchao_is_reported_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (rule,) = find_broken(QUANTIZE_RULES, layout(f"{FLOAT8} emulate=true device=cpu", 1))
-    assert rule.key == "model.converters" and rule.remedy == pip_install("torchao")
-
-
-def test_every_rule_has_a_case() -> None:
-    tested = {case.rule for case in ILLEGAL} | {rule for *_, rule in WITHOUT_EFFECT}
-    tested |= {rule for *_, rule in UNALIGNED} | {rule for *_, rule in OTHER_RULES}
-    tested |= {rule for *_, rules in FLOAT8_RUNS for rule in rules}
-    tested |= {
-        "bfloat16-reduction",
-        "emulated-bfloat16",
-        "registered-early-step",
-        "registered-loss-compiled",
-        "experts-on-old-torch",
-        "experts-of-tensor-parallel-ranks-on-old-torch",
-        "few-micro-batches",
-        "offloaded-activations-on-cpu",
-        "old-zero-bubble",
-        "reshard-of-replicated-weights",
-        "tp-across-nodes",
-        *TESTED_WITH_GROUPS,  # in test_replica_groups.py
-    }
-    assert [rule.name for rule in RULES if rule.name not in tested] == []
-    assert len({rule.name for rule in RULES}) == len(RULES)
-
-
 @pytest.mark.parametrize(
     "case", [case for case in ILLEGAL if case.rule], ids=lambda case: case.line
 )
@@ -574,14 +480,6 @@ def layout(line: str, ranks: int) -> RunContext:
     spec = get_spec(config.model.name)
     args = resolve_args(spec, config.model.flavor, config.model.args)
     return build_context(config, ranks, spec, args, device)
-
-
-def test_rules_name_settings_and_have_a_remedy() -> None:
-    for rule in RULES:
-        for key in (rule.key, *rule.involves):
-            assert find(tuple(key.split("."))) is not None, (rule.name, key)
-        assert rule.remedy or rule.severity == "warning", rule.name
-        assert rule.expected
 
 
 def test_a_refused_value_causes_no_further_problems() -> None:
@@ -639,41 +537,6 @@ def test_bfloat16_reduction_warns() -> None:
     (line,) = warnings("reduce=bfloat16", 2)
     assert "8 bits of precision" in line and 'set it to "float32"' in line
     assert warnings("reduce=bfloat16", 1) == warnings("reduce=float32", 2) == []
-
-
-@pytest.mark.parametrize(
-    ("line", "ranks"),
-    [
-        ("parallelism.fsdp_reshard_after_forward=always", 1),
-        ("parallelism.fsdp_reshard_after_forward=never replicate=2", 2),
-    ],
-)
-def test_replicated_weights_are_not_resharded(line: str, ranks: int) -> None:
-    (text,) = warnings(line, ranks)
-    assert "weights are not sharded" in text
-
-
-WITHOUT_EFFECT = [
-    ("bucketing=true", 2, 'needs data_parallel_impl = "simple_fsdp"', "bucketing-without-graph"),
-    ("bucketing=true impl=simple_fsdp", 2, "a model compiled by", "bucketing-without-graph"),
-    ("bucketing=true impl=simple_fsdp compile=true compile.backend=eager", 2, "a model compiled by",
-     "bucketing-without-graph"),
-    ("bucketing=true impl=simple_fsdp compile=true", 1, "at least two data-parallel", "bucketing-alone"),
-    ("parallelism.fsdp_prefetch_depth=2", 1, "sharded weights", "prefetch-without-shards"),
-    ("parallelism.fsdp_prefetch_depth=2 impl=simple_fsdp", 2, "sharded weights", "prefetch-without-shards"),
-    ("async_tp=true", 2, "tensor_parallel_degree > 1", "async-without-tp"),
-    ("check=10", 2, "data_parallel_replicate_degree > 1", "replica-check-without-replicas"),
-    ("debug.moe_force_load_balance=true", 1, "llama3 has no experts", "balance-without-experts"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("line", "ranks", "message", "rule"), WITHOUT_EFFECT)
-def test_settings_of_a_disabled_feature_warn(
-    line: str, ranks: int, message: str, rule: str
-) -> None:
-    assert rule in [broken.name for broken in broken_rules(layout(line, ranks))]
-    (text,) = warnings(line, ranks)
-    assert "has no effect in this run" in text and message in text
 
 
 BFLOAT16 = "training.mixed_precision_param=bfloat16"

@@ -8,60 +8,12 @@ from itertools import product
 import pytest
 
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.sections_checkpoint import CHECKPOINT_RULES, Checkpoint
 
 HF_LAST, FULL_LAST = "--last_save_in_hf", "--no_last_save_model_only"
 SEED, ON = "--create_seed_checkpoint", "--enable"
 
-# One row per rule, in the order of the rules: arguments in addition to `--enable`, reported key,
-# part of the remedy.
+# tests/unit/check/test_every_rule.py has an example of each rule. These are others.
 CONTRADICTIONS = [
-    (f"{HF_LAST} {FULL_LAST}", "last_save_in_hf", "set checkpoint.last_save_model_only = true"),
-    (f"--export_dtype bfloat16 {FULL_LAST}", "export_dtype", "leave export_dtype out"),
-    (
-        "--initial_load_in_hf --no_initial_load_model_only",
-        "initial_load_model_only",
-        "initial_load_model_only = true",
-    ),
-    (
-        "--initial_load_in_hf_quantized",
-        "initial_load_in_hf_quantized",
-        "set checkpoint.initial_load_in_hf = true",
-    ),
-    ("--initial_load_upcycle", "initial_load_upcycle", "the path of a dense checkpoint"),
-    (
-        "--initial_load_upcycle --initial_load_path x --no_initial_load_model_only",
-        "initial_load_model_only",
-        "initial_load_model_only = true",
-    ),
-    ("--start warm", "start", "set checkpoint.initial_load_path"),
-    (
-        "--start warm --initial_load_path x --no_initial_load_model_only",
-        "initial_load_model_only",
-        'start = "auto"',
-    ),
-    (
-        "--start warm --initial_load_path x --exclude_from_loading model",
-        "exclude_from_loading",
-        'start = "scratch"',
-    ),
-    ("--start scratch --initial_load_path x", "start", 'set checkpoint.start = "warm"'),
-    ("--start scratch --load_step 5", "load_step", 'set checkpoint.start = "resume"'),
-    (f"--no_enable {SEED}", "create_seed_checkpoint", "set checkpoint.enable = true"),
-    (f"{SEED} --load_only", "load_only", "remove one of the two settings"),
-    (f"{SEED} --start resume", "start", "remove one of the two settings"),
-    (f"{SEED} --initial_load_path x", "initial_load_path", "remove one of the two settings"),
-    (f"{SEED} --load_step 5", "load_step", "remove one of the two settings"),
-    ("--interval 10 --keep_every 25", "keep_every", "set it to a multiple"),
-    ("--folder s3://bucket/run", "folder", "rclone or rsync"),
-    (
-        "--initial_load_path gs://bucket/step-5",
-        "initial_load_path",
-        "copy that checkpoint to a local or shared folder first",
-    ),
-]
-# More contradictions.
-OTHERS = [
     ("--start scratch --initial_load_in_hf", "start", "or remove them"),
     ("--start warm --initial_load_path=", "start", "set checkpoint.initial_load_path"),
     ("--start warm --initial_load_path x --load_step 5", "load_step", "or remove load_step"),
@@ -80,30 +32,16 @@ def arguments(line: str) -> list[str]:
     return [word.replace("--", "--checkpoint.", 1) for word in line.split()]
 
 
-@pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS + OTHERS)
+@pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS)
 def test_contradictions_are_refused(line: str, key: str, remedy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(arguments(line if "--no_enable" in line else f"{ON} {line}"))
+        load_config(arguments(f"{ON} {line}"))
     keys = [problem.key for problem in caught.value.problems]
     assert f"checkpoint.{key}" in keys
     (problem,) = [
         problem for problem in caught.value.problems if problem.key == f"checkpoint.{key}"
     ]
     assert remedy in problem.remedy and "\n" not in str(problem)
-
-
-def test_every_rule_has_a_case() -> None:
-    for rule, (line, key, _) in zip(CHECKPOINT_RULES, CONTRADICTIONS, strict=True):
-        assert rule.key == key, line
-        assert rule.remedy and set(rule.involves) <= set(Checkpoint.model_fields)
-    assert len({rule.name for rule in CHECKPOINT_RULES}) == len(CHECKPOINT_RULES)
-
-
-def test_a_uri_as_run_folder_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"job.dump_folder = .s3://bucket.*commit.* POSIX .*rclone"
-    ):
-        load_config(["--job.dump_folder", "s3://bucket"])
 
 
 def save_settings() -> Iterator[tuple[str, bool]]:
@@ -147,27 +85,13 @@ def test_combinations_of_save_settings(line: str, is_valid: bool) -> None:
         f"--export_dtype float16 --hf_interval 10 {FULL_LAST}",
         "--folder /absolute/folder",
         "--start scratch --initial_load_path=",
+        f"{ON} --load_only {HF_LAST} {FULL_LAST}",
+        f"{ON} --load_only --export_dtype bfloat16 {FULL_LAST}",
+        f"{ON} --load_only --interval 10 --keep_every 25",
+        f"{ON} --start resume --initial_load_path gs://bucket/step-5",
+        f"{ON} --start resume --initial_load_in_hf_quantized",
+        f"{ON} --start resume --initial_load_upcycle",
     ],
 )
 def test_valid_combinations_are_accepted(line: str) -> None:
     load_config(arguments(line))
-
-
-# Arguments that disable the feature of a rule, by reported key.
-LOADS_OWN_STEP = "--start resume"
-OFF = {
-    "last_save_in_hf": "--load_only",
-    "export_dtype": "--load_only",
-    "keep_every": "--load_only",
-    "initial_load_path": LOADS_OWN_STEP,
-    "initial_load_in_hf_quantized": LOADS_OWN_STEP,
-    "initial_load_upcycle": LOADS_OWN_STEP,
-}
-
-
-@pytest.mark.parametrize(("line", "key", "remedy"), CONTRADICTIONS)
-def test_a_disabled_feature_refuses_nothing(line: str, key: str, remedy: str) -> None:
-    if "--no_enable" not in line and SEED not in line:
-        assert not load_config(arguments(line)).checkpoint.enable
-        if key in OFF:
-            load_config(arguments(f"{ON} {line} {OFF[key]}"))
