@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import xxhash
 from torch import nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.config.problems import ConfigError, Problem
-from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
@@ -27,9 +22,6 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
-from torchtitan_like.distributed.quorum import Quorum, SharedState
-from torchtitan_like.distributed.replica_groups import OneGroup, ReplicaGroups, SemiSyncGroups
-from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.extensions.protocols import Settings
@@ -50,7 +42,6 @@ from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimizer import Optimizer, Surroundings
 from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
-from torchtitan_like.optim.semi_sync import Method, build_semi_sync
 from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.shards import local_positions
@@ -257,45 +248,6 @@ def build_balancer(
     sequence_parallel = parallelism.enable_sequence_parallel
     balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)
     return balancer if balancer.layers else None
-
-
-# ---- replica groups
-
-
-def build_semi_sync_method(run: Run, optimizer: Optimizer) -> Method | None:
-    """Build the method that synchronizes replica groups; None if they do so at every step."""
-    section = run.config.fault_tolerance
-    if not section.enable or section.semi_sync_method is None:
-        return None
-    fragments = model_fragments(section, run.spec, run.args)
-    return build_semi_sync(optimizer.named, section, fragments)
-
-
-def build_replica_groups(
-    run: Run,
-    world: World,
-    state: SharedState,
-    method: Method | None,
-    identity: Sequence[object],
-) -> OneGroup:
-    """Build the connection to other replica groups, which `join` opens.
-
-    identity: settings that must be equal in all groups, as JSON.
-    """
-    section = run.config.fault_tolerance
-    if not section.enable:
-        return OneGroup()
-    quorum = Quorum(
-        os.environ[LIGHTHOUSE],
-        f"torchtitan_ft_{section.replica_id}",
-        world.step_group,
-        min_size=section.min_replica_size,
-        timeout=timedelta(milliseconds=section.process_group_timeout_ms),
-        patience=timedelta(seconds=run.config.comm.init_timeout_seconds),
-    )
-    digest = xxhash.xxh3_64_intdigest(json.dumps(identity, sort_keys=True).encode()) >> 1
-    arguments = (section.replica_id, section.group_size, quorum, state, digest)
-    return ReplicaGroups(*arguments) if method is None else SemiSyncGroups(*arguments, method)
 
 
 # ---- metrics

@@ -145,7 +145,8 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
                 code = ExitCode.INTERRUPTED
             else:
                 clock = resources.enter_context(StartClock(launched.rank == 0))
-                trainer = Trainer(run, world, checkpointer, starts, requests, position, clock)
+                trainer_class = trainer_of(config)
+                trainer = trainer_class(run, world, checkpointer, starts, requests, position, clock)
                 code = trainer.train()
         except LockedError:
             raise
@@ -175,6 +176,15 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
         world.leave()
         logger.info("Process group destroyed")
     return code
+
+
+def trainer_of(config: JobConfig) -> type[Trainer]:
+    """Return the class of the run's trainer."""
+    if not config.fault_tolerance.enable:
+        return Trainer
+    from torchtitan_like.group_trainer import GroupTrainer
+
+    return GroupTrainer
 
 
 def log_memory_plan(config: JobConfig, launched: LaunchedAs) -> ExitCode:
@@ -239,7 +249,8 @@ def open_trainer(argv: list[str], group: dist.ProcessGroup | None = None) -> Ite
         resources.callback(world.leave)
         checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
         starts = checkpointer.find_start(config.training.steps, dump_toml(config))
-        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
+        trainer_class = trainer_of(config)
+        trainer = trainer_class(run, world, checkpointer, starts, Requests(), RankPosition())
         resources.callback(trainer.close)
         yield trainer
 

@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
     end_process(main(command_line))
 
-import json
 import platform
 import secrets
 import time
@@ -42,8 +41,6 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimizer,
-    build_replica_groups,
-    build_semi_sync_method,
     describe_attention,
 )
 from torchtitan_like.checkpoint.changes import (
@@ -77,7 +74,6 @@ from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import GradientSync, free_gathered
 from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
-from torchtitan_like.distributed.quorum import SharedState
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.replica_groups import (
     GroupLostError,
@@ -85,7 +81,7 @@ from torchtitan_like.distributed.replica_groups import (
     GroupPosition,
     GroupStep,
     Losses,
-    Trained,
+    common_position,
 )
 from torchtitan_like.distributed.world import PendingSum, World
 from torchtitan_like.extensions.used import used_extensions
@@ -135,7 +131,6 @@ from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
 from torchtitan_like.util.run_directory import DATA_WAIT
-from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 
@@ -269,15 +264,7 @@ class Trainer:
         if config.debug.moe_force_load_balance:
             choose_in_turn(self.parts)
 
-        # Other replica groups.
-        self.semi_sync = build_semi_sync_method(run, self.optimizer)
-        self.groups = build_replica_groups(
-            run,
-            world,
-            SharedState(self._shared_tensors, self._shared_text, self._restore_shared),
-            self.semi_sync,
-            self._identity(),
-        )
+        self._connect_groups()
 
         # Metrics and the reasons to stop.
         self.metrics = build_metrics(
@@ -313,8 +300,6 @@ class Trainer:
             logger.info(f"Resume: {line}")
         if self.after_update is not None:
             self.after_update()
-        if self.semi_sync is not None and self.start.kind != "resume":
-            self.semi_sync.reset()
         if self.ema is not None and EMA_KEY not in loaded:
             self.ema.start()
             logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
@@ -420,11 +405,14 @@ class Trainer:
         """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
         chosen = self.config.debug.seed
         seed = chosen if chosen is not None else self.start.seed
-        if seed is None:  # replica groups start on their own, and need the same seed
-            seed = 0 if self.config.fault_tolerance.enable else secrets.randbits(31)
+        if seed is None:
+            seed = self._new_seed()
         seed = int(self.world.step_group.broadcast_object(seed))
         logger.info(f"Seed: {seed}" + ("" if chosen is not None else " (debug.seed is unset)"))
         return seed
+
+    def _new_seed(self) -> int:
+        return secrets.randbits(31)
 
     def _states(self) -> dict[str, Stateful]:
         """Return the states of a checkpoint, by the names of `checkpoint.exclude_from_loading`."""
@@ -442,111 +430,50 @@ class Trainer:
         }
         if self.ema is not None:
             states[EMA_KEY] = self.ema
-        if self.semi_sync is not None:
-            states["fault_tolerance"] = self.semi_sync
         return states
 
     def _data_state(self) -> dict[str, Any]:
         """Return the state of the data after the last trained step."""
-        groups = self.groups.state_dict(self._trained().position)
-        return {**self.batches.state_dict(self.progress.position), **groups}
+        return self.batches.state_dict(self.progress.position)
 
     def _restore_data(self, state: dict[str, Any]) -> None:
         """Restore `_data_state`. Raises DataMismatch."""
         self.batches.load_state_dict(state)
         try:
-            local = self.groups.load_state_dict(state)
+            self._restore_groups(state)
         except GroupMismatch as error:
             raise DataMismatch(str(error)) from error
-        if local is not None:  # another group may have saved the state
-            self.batches.seek(local.position)
 
     # ---- replica groups
 
-    def _identity(self) -> list[object]:
-        """Return the settings that all replica groups must share."""
-        sections = self.config.model_dump(
-            include={"optimizer", "ema", "lr_scheduler", "loss", "fault_tolerance"}
-        )
-        del sections["fault_tolerance"]["replica_id"]
-        training = self.config.training
-        return [
-            self.seed,
-            self.batches.fingerprint,
-            asdict(self.run.geometry),
-            repr(self.run.args),
-            [training.steps, training.max_norm, training.seq_len],
-            sections,
-            repr(self.config.extra_sections),
-        ]
+    # What GroupTrainer overrides. A run without `[fault_tolerance]` is the only group.
 
-    def _shared_tensors(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards of the state that is equal in all replica groups."""
-        self.checkpointer.order_updates()  # they may receive new values
-        return {
-            f"{key}.{name}": local_shard(value)
-            for key, state in self.states.items()
-            for name, value in state.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        }
+    def _connect_groups(self) -> None:
+        """Connect this group to the others, after its optimizer is built."""
 
-    def _shared_text(self) -> str:
-        trained = self._trained()
-        return json.dumps(
-            {
-                "step": trained.step,
-                "n_tokens_seen": trained.n_tokens_seen,
-                "numbers": self.update_gate.state_dict(),
-                **self.groups.state_dict(trained.position),
-            }
-        )
-
-    def _restore_shared(self, text: str) -> None:
-        """Continue from the state of another replica group. The tensors are in place."""
-        state = json.loads(text)
-        position = self.groups.load_state_dict(state)
-        assert position is not None
-        self.progress = Progress(state["step"], state["n_tokens_seen"], *position)
-        self.update_gate = self._make_update_gate(state["numbers"])
-        self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        if self.after_update is not None:
-            self.after_update()
-        logger.info(
-            f"Received the state after step {self.progress.step} from another replica group. This "
-            f"group continues at sample {self.progress.position:,}"
-        )
-
-    def _trained(self) -> Trained:
-        """Return what the weights of this replica group have been trained on."""
-        progress = self.progress
-        position = GroupPosition(progress.position, progress.digest_chain)
-        return Trained(progress.step, progress.n_tokens_seen, position)
-
-    def _count_tokens(self, n_tokens_seen: int | None) -> None:
-        """Take over the number of tokens that replica groups have agreed on, if they have."""
-        if n_tokens_seen is not None:
-            self.progress = replace(self.progress, n_tokens_seen=n_tokens_seen)
-            self.metrics.n_tokens_seen = n_tokens_seen
+    def _restore_groups(self, state: dict[str, Any]) -> None:
+        """Restore the positions of all groups from a data state. Raises GroupMismatch."""
+        common_position(state, 1)
 
     def _join_groups(
         self, inputs: StepInput, agreement: StepAgreement
     ) -> tuple[StepInput, StepAgreement]:
-        """Join the other replica groups before a step.
-
-        If this group must read other samples than `inputs`, returns these and their agreement:
-        after a step that was not committed, or if it received the state of another group.
-        """
-        self.position.move("join", self.progress.step)
-        self._count_tokens(self.groups.join(self._trained()))
-        self.position.move("step", self.progress.step)  # a rank that hangs from here on is reported
-        if not self._must_read_again(inputs):
-            return inputs, agreement
-        self.batches.seek(self.progress.position)
-        inputs = self.fetch(self.progress.step + 1)
-        agreement = inputs.agreement.wait()
-        for request in agreement.requests:  # for the next step: other groups wait for this one
-            self.requests.add(request)
+        """Wait for the other groups before a step; return what this group reads, and its agreement."""
         return inputs, agreement
+
+    def _exchange(self, local: GroupStep) -> GroupStep:
+        """Return the sums over the groups that take part in the step."""
+        return local
+
+    def _reduce(self, losses: Losses) -> Losses:
+        """Sum the gradients over the groups, and return the sums of the losses.
+
+        Raises GroupLostError if a group was lost. The step must then not update the weights.
+        """
+        return losses
+
+    def _finish_group_step(self) -> None:
+        """Synchronize the weights after the update of a step, if that is due."""
 
     def _must_read_again(self, inputs: StepInput) -> bool:
         """Return True if the inputs are not the next samples of this replica group."""
@@ -701,7 +628,7 @@ class Trainer:
                     logger.error(str(error))
                     stop = Request.BAD_NUMBERS
                     break
-                self._count_tokens(self.groups.finish_step(self._trained()))
+                self._finish_group_step()
                 if self.progress.step != step:  # continue from the state of another replica group
                     continue
                 self.metrics.record(record)
@@ -812,7 +739,7 @@ class Trainer:
         after = GroupPosition(
             batch.position, chain_digest(before.digest_chain, agreement.data_digest)
         )
-        totals = self.groups.exchange(GroupStep(agreement.num_valid_tokens, num_tokens, after))
+        totals = self._exchange(GroupStep(agreement.num_valid_tokens, num_tokens, after))
         num_valid = totals.num_valid_tokens
         self.position.move("step", step)
         losses, local = self.step_runner.compute_gradients(
@@ -821,7 +748,7 @@ class Trainer:
         by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
         is_trusted = self._are_gradients_right(step)
         losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
-        total = self.groups.reduce(self.optimizer.local_gradients, losses_of_rank)
+        total = self._reduce(losses_of_rank)
         update = self.step_runner.update(
             num_valid, is_logged=self.metrics.due(step), is_trusted=is_trusted
         )
@@ -1102,7 +1029,6 @@ class Trainer:
 
     def close(self) -> None:
         """Flush and release files and threads."""
-        self.groups.close()
         self.heartbeat.close()
         self.metrics.close()
         self.garbage.close()

@@ -8,7 +8,6 @@ a group that returns receives both. So no sample is lost or used twice, whoever 
 
 | class | when groups exchange |
 | --- | --- |
-| `OneGroup` | never: a run without `[fault_tolerance]` |
 | `ReplicaGroups` | gradients at every step |
 | `SemiSyncGroups` | weights or weight differences every few steps (`semi_sync_method`) |
 """
@@ -93,60 +92,11 @@ class Losses(NamedTuple):
         return Losses(losses[0], losses[1:], num_labels, by_source)
 
 
-class OneGroup:
-    """The replica groups of a run that has only one. All methods are collectives of the group."""
-
-    index = 0
-    size = 1
-
-    def join(self, trained: Trained) -> int | None:
-        """Wait for the other groups before a step, and receive their state if they are ahead.
-
-        Returns the tokens that the weights have seen, or None if `trained` or the received state
-        has the right number.
-        """
-        return None
-
-    def exchange(self, local: GroupStep) -> GroupStep:
-        """Return the sums over the groups that take part in the step."""
-        return local
-
-    def reduce(self, gradients: Callable[[], list[torch.Tensor]], losses: Losses) -> Losses:
-        """Sum gradients and losses over the groups.
-
-        gradients: returns this rank's shards, which become the sums. Returns the sums of the
-        losses. Raises GroupLostError if a group was lost. The gradients are then unchanged, and the
-        step must not update the weights.
-        """
-        return losses
-
-    def finish_step(self, trained: Trained) -> int | None:
-        """Synchronize the weights after the update of a step, if that is due.
-
-        Returns the tokens that the weights have seen, as `join` does.
-        """
-        return None
-
-    def state_dict(self, local: GroupPosition) -> dict[str, Any]:
-        """Return the entries to add to the data state. local: of this group, as of the weights."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> GroupPosition | None:
-        """Restore the entries; return the position of this group, None for the stream's position.
-
-        state: a data state. Raises GroupMismatch if it has groups that have read other samples.
-        """
-        _common_position(state, self.size)
-        return None
-
-    def close(self) -> None:
-        """Leave the other groups."""
-
-
-class ReplicaGroups(OneGroup):
+class ReplicaGroups:
     """The replica groups of a run with `[fault_tolerance]`. They exchange gradients.
 
-    index, size: `replica_id` and `group_size`. identity: see `Member`.
+    index, size: `replica_id` and `group_size`. identity: see `Member`. All methods are collectives
+    of the group.
     """
 
     def __init__(
@@ -161,16 +111,28 @@ class ReplicaGroups(OneGroup):
         self._read: dict[int, GroupPosition] = {}  # after the step, of the groups that take part
 
     def join(self, trained: Trained) -> int | None:
+        """Wait for the other groups before a step, and receive their state if they are ahead.
+
+        Returns the tokens that the weights have seen, or None if `trained` or the received state
+        has the right number.
+        """
         self._quorum.join(Member(self.index, trained.step, self._identity), self._state)
         return None
 
     def exchange(self, local: GroupStep) -> GroupStep:
+        """Return the sums over the groups that take part in the step."""
         row = [self.index, local.num_valid_tokens, local.num_tokens, *_encode(local.after)]
         rows = self._quorum.gather(row)
         self._read = {index: _decode(*after) for index, _, _, *after in rows}
         return GroupStep(sum(row[1] for row in rows), sum(row[2] for row in rows), local.after)
 
     def reduce(self, gradients: Callable[[], list[torch.Tensor]], losses: Losses) -> Losses:
+        """Sum gradients and losses over the groups.
+
+        gradients: returns this rank's shards, which become the sums. Returns the sums of the
+        losses. Raises GroupLostError if a group was lost. The gradients are then unchanged, and the
+        step must not update the weights.
+        """
         shards = gradients()
         *sums, loss_sums = self._quorum.sums([*shards, losses.encode()])
         if not self._quorum.succeeded():
@@ -181,20 +143,33 @@ class ReplicaGroups(OneGroup):
             self.positions[index] = position
         return losses.decode(loss_sums)
 
+    def finish_step(self, trained: Trained) -> int | None:
+        """Synchronize the weights after the update of a step, if that is due.
+
+        Returns the tokens that the weights have seen, as `join` does.
+        """
+        return None
+
     def state_dict(self, local: GroupPosition) -> dict[str, Any]:
+        """Return the entries to add to the data state. local: of this group, as of the weights."""
         positions = list(self.positions)
         positions[self.index] = local
         return {GROUPS: [position._asdict() for position in positions]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> GroupPosition | None:
+        """Restore the entries; return the position of this group, None for the stream's position.
+
+        state: a data state. Raises GroupMismatch if it has groups that have read other samples.
+        """
         stored = state.get(GROUPS, ())
         if len(stored) == self.size:
             self.positions = [GroupPosition(**position) for position in stored]
             return self.positions[self.index]
-        self.positions = [GroupPosition(_common_position(state, self.size))] * self.size
+        self.positions = [GroupPosition(common_position(state, self.size))] * self.size
         return None
 
     def close(self) -> None:
+        """Leave the other groups."""
         self._quorum.close()
 
 
@@ -300,7 +275,7 @@ class SemiSyncGroups(ReplicaGroups):
             self._means = None
 
 
-def _common_position(state: Mapping[str, Any], size: int) -> int:
+def common_position(state: Mapping[str, Any], size: int) -> int:
     """Return the position of a data state if all its groups have it. Raises GroupMismatch."""
     stored = [position["position"] for position in state.get(GROUPS, ())]
     if len(set(stored)) > 1:
