@@ -312,23 +312,34 @@ def _unknown(prog: str, commands: Sequence[Command], name: str) -> str:
 def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
     """Parse the options of a sub-command. All other options become `arguments.settings`, in order.
 
-    `arguments.words` has all words that the user typed. An option with a dot in its name is a
-    setting, and the words up to the next option are its values.
+    `arguments.words` has all words that the user typed. The words after a setting, up to the next
+    option, are its values. `key=value` is no CONFIG: the settings report how to write it.
     """
+    options = _option_names(parser)
     own: list[str] = []
     settings: list[str] = []
     target = own
     for word in words:
         name, equals, value = word.partition("=")
         if word.startswith("--"):
-            is_setting = "." in name
-            target = settings if is_setting else own
-            if not is_setting:
-                word = name.replace("_", "-") + equals + value
+            option = name.replace("_", "-")
+            target = own if option in options else settings
+            if target is own:
+                word = option + equals + value
         elif re.fullmatch("-[a-z]", word):  # a short option such as -h or -o; -1 is a value
             target = own
-        target.append(word)
-    arguments, unknown = parser.parse_known_args(own)
-    arguments.settings = [*settings, *unknown]
+        is_assignment = equals and name.replace(".", "").isidentifier() and not Path(word).exists()
+        (settings if target is own and is_assignment else target).append(word)
+    arguments = parser.parse_args(own)
+    arguments.settings = settings
     arguments.words = words
     return arguments
+
+
+def _option_names(parser: argparse.ArgumentParser) -> set[str]:
+    """Return the options of a parser and of its sub-parsers."""
+    names = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            names = names.union(*map(_option_names, action.choices.values()))
+    return names

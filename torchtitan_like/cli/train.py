@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from torchtitan_like.cli.common import names_config, settings_of
+from torchtitan_like.cli.common import FAILED, names_config, positive_int, settings_of
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -57,14 +57,18 @@ def run_train(arguments: argparse.Namespace) -> int:
 def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file")
-    parser.add_argument("--world-size", metavar="N", help="also check the layout on N ranks")
+    parser.add_argument(
+        "--world-size", type=positive_int, metavar="N", help="also check the layout on N ranks"
+    )
     parser.add_argument(
         "--training",
         action="store_true",
         help="check as training does: files must exist and features must be available",
     )
     parser.add_argument(
-        "--device-type", metavar="TYPE", help="cpu or cuda: also check what depends on the device"
+        "--device-type",
+        choices=("cpu", "cuda"),
+        help="also check what depends on the device",
     )
     parser.add_argument(
         "--plan",
@@ -84,39 +88,27 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
 def run_check(arguments: argparse.Namespace) -> int:
     """Check the configuration. Returns the exit code."""
     from torchtitan_like.check import load_for_command
-    from torchtitan_like.config import ConfigError, Problem, dump_toml
+    from torchtitan_like.config import ConfigError, dump_toml
     from torchtitan_like.config.problems import report
     from torchtitan_like.util.output import show_error
 
-    world_size = arguments.world_size
-    problems = []
-    if world_size is not None and not (world_size.isdecimal() and int(world_size) > 0):
-        problems.append(
-            Problem("--world-size", world_size, "an integer > 0", origin="command line")
-        )
-    if arguments.device_type not in (None, "cpu", "cuda"):
-        expected = '"cpu" or "cuda"'
-        problems.append(
-            Problem("--device-type", arguments.device_type, expected, origin="command line")
-        )
     gpu = None
     if arguments.plan is not None:
         from torchtitan_like.plan.gpus import load_gpu
 
+        if arguments.world_size is None:
+            show_error("titan check: --plan needs --world-size N next to it.")
+            return FAILED
         try:
             gpu = load_gpu(arguments.plan)
         except ValueError as error:
-            problems.append(Problem("--plan", arguments.plan, str(error), origin="command line"))
-        if world_size is None:
-            expected = "--world-size N next to it"
-            problems.append(Problem("--plan", arguments.plan, expected, origin="command line"))
+            show_error(f"titan check: --plan: {error}")
+            return FAILED
     settings = settings_of(arguments)
     try:
-        if problems:
-            raise ConfigError(problems)
         config, warnings = load_for_command(
             settings,
-            None if world_size is None else int(world_size),
+            arguments.world_size,
             training=arguments.training,
             device_type=arguments.device_type,
         )
@@ -134,6 +126,6 @@ def run_check(arguments: argparse.Namespace) -> int:
         return os.EX_OK
     from torchtitan_like.plan.changes import check_fit
 
-    is_fitting, lines = check_fit(settings, config, int(world_size), gpu)
+    is_fitting, lines = check_fit(settings, config, arguments.world_size, gpu)
     show_error("\n".join(lines))
     return os.EX_OK if is_fitting else DOES_NOT_FIT

@@ -7,6 +7,7 @@ schema reports it as it reports a wrong value in a file.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from typing import Any, NamedTuple, get_args, get_origin
 
@@ -116,8 +117,24 @@ def _is_unicode(argument: str) -> bool:
 
 
 def _unexpected_word(word: str) -> Problem:
+    flags = flags_named(word)
     remedy = "write settings as --section.key value; separate the items of a list with commas"
+    remedy = f"write {flags}" if flags else remedy
     return Problem("", None, f'a setting, not the word "{word}"', remedy, ORIGIN)
+
+
+def flags_named(word: str) -> str:
+    """Return the flags that `key=value` means, such as "--training.steps 5".
+
+    The key may be the last part of several keys: the flags are joined with "or". "" if there is no
+    such key, or no "=".
+    """
+    key, equals_sign, value = word.partition("=")
+    path, setting, _ = _parse_flag(key)
+    keys = [".".join(path)] if setting is not None and len(path) > 1 else _keys_with_name(key)
+    if not equals_sign:
+        return ""
+    return " or ".join(f"--{key} {shlex.quote(value)}" for key in keys[:3])
 
 
 def _parse_flag(name: str) -> Flag:
@@ -215,12 +232,15 @@ def _parse_toml_value(text: str) -> Any:
 
 def suggest_key(key: str) -> str:
     """Return the remedy for an unknown key: settings of that name elsewhere, or the nearest key."""
-    keys = [setting.key for setting in all_settings()]
-    name = key.rsplit(".", 1)[-1]
-    same_name = [candidate for candidate in keys if candidate.rsplit(".", 1)[-1] == name]
-    # optimizer.lr is meant more often than optimizer.groups.<name>.lr.
-    same_name = [candidate for candidate in same_name if "<name>" not in candidate] or same_name
-    if same_name:
+    if same_name := _keys_with_name(key.rsplit(".", 1)[-1]):
         names = " or ".join(f'"{candidate}"' for candidate in same_name[:3])
         return f"did you mean {names}?"
-    return did_you_mean(key, keys)
+    return did_you_mean(key, [setting.key for setting in all_settings()])
+
+
+def _keys_with_name(name: str) -> list[str]:
+    """Return the keys whose last part is `name`."""
+    name = name.replace("-", "_")
+    keys = [setting.key for setting in all_settings() if setting.path[-1] == name]
+    # optimizer.lr is meant more often than optimizer.groups.<name>.lr.
+    return [key for key in keys if "<name>" not in key] or keys

@@ -12,7 +12,13 @@ from pydantic import ValidationError
 
 from torchtitan_like.config.aliases import use_current_names
 from torchtitan_like.config.arguments import ORIGIN as COMMAND_LINE
-from torchtitan_like.config.arguments import last_value, parse_arguments, suggest_key, wants_help
+from torchtitan_like.config.arguments import (
+    flags_named,
+    last_value,
+    parse_arguments,
+    suggest_key,
+    wants_help,
+)
 from torchtitan_like.config.fields import Path, find, names_at
 from torchtitan_like.config.layers import Layer, delete, merge, read_files
 from torchtitan_like.config.problems import ConfigError, Problem
@@ -354,6 +360,10 @@ def _describe_unknown(path: Path, value: Any, origin: str) -> Problem:
         )
         involves = (CUSTOM_IMPORT_KEY,)
         return Problem(key, None, "a known section", remedy, origin, involves=involves)
+    if origin == COMMAND_LINE and not parent and value:
+        first, *_ = str(value).split(maxsplit=1)
+        flags = flags_named(f"{key}={first}")
+        remedy = f"write {flags}" if flags else remedy
     return Problem(key, value, "a known setting", remedy or suggest_key(key), origin)
 
 

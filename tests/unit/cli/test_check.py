@@ -103,8 +103,6 @@ def test_the_search_path_of_modules_is_restored() -> None:
     [
         (["train_configs/debug_model.toml", "--training.stepz", "7"], "training.stepz"),
         (["train_configs/nowhere.toml"], "debug_model.toml"),
-        (["train_configs/debug_model.toml", "--world-size", "x"], "--world-size"),
-        (["train_configs/debug_model.toml", "--device-type", "tpu"], "--device-type"),
         (
             ["--job.config_file", "train_configs/llama3_8b.toml", "--training"],
             "model.hf_assets_path",
@@ -117,6 +115,42 @@ def test_problems_go_to_stderr(
     assert check(arguments) == 78
     captured = capsys.readouterr()
     assert captured.out == "" and part in captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--world-size", "0"],
+        ["--device-type", "tpu"],
+        ["--plan", "h100-80g"],
+        ["--plan", "no-gpu", "--world-size", "1"],
+    ],
+)
+def test_a_wrong_option_is_a_usage_error(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        raise SystemExit(check(["debug_model.toml", *arguments]))
+    captured = capsys.readouterr()
+    assert (end.value.code, captured.out) == (2, "") and arguments[0] in captured.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "remedy"),
+    [
+        (["training.steps=5"], "write --training.steps 5"),
+        (["debug_model.toml", "--steps", "5"], "write --training.steps 5 or --validation.steps 5"),
+        (["--lr", "0.1", "my.toml"], "write --optimizer.lr 0.1"),
+        (["warmup_steps=5"], "write --lr_scheduler.warmup_steps 5"),
+        (["data.sources.mine.path=a b"], "write --data.sources.mine.path 'a b'"),
+    ],
+)
+def test_a_setting_that_is_written_wrongly_is_shown_correctly(
+    arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert check(arguments) == 78
+    (_, problem) = capsys.readouterr().err.splitlines()[:2]
+    assert problem.endswith(f"-> {remedy}")
 
 
 def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:

@@ -115,7 +115,7 @@ def test_options_and_settings_may_be_in_any_order() -> None:
     words = "--world_size 2 --training.list a,b c,d X.toml --world-size=4 --stray 1 --x.y -1 -o out"
     parsed = cli._parse_with_settings(parser, ["my.toml", *words.split()])
     assert (parsed.config, parsed.world_size, parsed.output) == ("my.toml", "4", "out")
-    expected = ["--training.list", "a,b", "c,d", "X.toml", "--x.y", "-1", "--stray", "1"]
+    expected = ["--training.list", "a,b", "c,d", "X.toml", "--stray", "1", "--x.y", "-1"]
     assert parsed.settings == expected
 
 

@@ -160,7 +160,7 @@ CASES = [
            [("checkpoint.initial_load_path", "there is nothing at nowhere/step-5")]),
     Broken("CLI: typo", "", [("training.stepz", 'did you mean "training.steps"?')], ("--training.stepz", "3"),
            origin="command line"),
-    Broken("CLI: no section", "", [("steps", 'did you mean "training.steps"')], ("--steps", "3"),
+    Broken("CLI: no section", "", [("steps", 'write --training.steps 3')], ("--steps", "3"),
            origin="command line"),
     Broken("CLI: wrong type", "", [("training.steps", "expected an integer > 0")], ("--training.steps", "many"),
            origin="command line"),
