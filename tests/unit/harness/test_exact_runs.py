@@ -15,7 +15,7 @@ def recorded(folder: Path, loss: float) -> Path:
     (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
     steps = read_exact_rows(folder / "metrics.jsonl", ("step", "loss", "skipped", "sources"))
     path = folder / f"{loss.hex()}.json"
-    path.write_text(json.dumps({"one rank": {"steps": steps, "validation": []}}))
+    path.write_text(json.dumps({"one rank": {"steps": steps, "validation": [], "checkpoints": {}}}))
     return path
 
 
