@@ -60,6 +60,12 @@ class Command(NamedTuple):
         return function
 
 
+CONFIG = (
+    Command("config ls", "Files", "list the configurations of the package", "config"),
+    Command("config show", "Files", "print a configuration with its comments", "config"),
+    Command("config copy", "Files", "copy a configuration, to edit it", "config"),
+)
+
 CKPT = (
     Command("ckpt ls", "Inspect", "list the checkpoints of a run", "ckpt"),
     Command("ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt"),
@@ -155,6 +161,9 @@ COMMANDS = (
     Command("train", "Start", "train a model", "train", takes_settings=True),
     Command(
         "check", "Start", "check a configuration without training", "train", takes_settings=True
+    ),
+    Command(
+        "config", "Start", "list, show or copy the configurations of the package", verbs=CONFIG
     ),
     Command("help", "Start", "explain settings: a section, or a key", "config"),
     Command("data", "Start", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),

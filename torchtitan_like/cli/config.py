@@ -1,11 +1,104 @@
-"""`titan help`: explain settings."""
+"""`titan config` and `titan help`: the configurations of the package, and their settings."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from pathlib import Path
 
+from torchtitan_like.cli.common import FAILED, catch_value_errors
+from torchtitan_like.util.bundle import TRAIN_CONFIGS
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
+
+# ---- titan config ls
+
+
+def configure_ls(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = (
+        "Commands that take a CONFIG accept these names. Columns: name, purpose, and the hardware\n"
+        "that the file was made for; its comments say more.\n\n"
+        "example: titan config ls"
+    )
+
+
+def run_ls(_arguments: argparse.Namespace) -> int:
+    """Print the list. Returns the exit code."""
+    from torchtitan_like.config.layers import parse_toml
+
+    for file in sorted(TRAIN_CONFIGS.glob("*.toml")):
+        text = file.read_text()
+        hardware = re.findall(r"^# Hardware: ([^.;(]*)", text, re.MULTILINE)
+        description = parse_toml(text)["job"]["description"]
+        print(f"{file.name:<24}{description:<48}{' '.join(hardware).strip()}")
+    return 0
+
+
+# ---- titan config show
+
+
+def configure_show(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    _add_name(parser)
+    parser.epilog = (
+        "Prints the file with its comments. `titan check NAME > FILE` writes all settings instead,\n"
+        "with their defaults. Returns 2 if there is no configuration of that name.\n\n"
+        "example: titan config show llama3_8b"
+    )
+
+
+def run_show(arguments: argparse.Namespace) -> int:
+    """Print the file. Returns the exit code."""
+
+    def action() -> int:
+        print(_bundled(arguments.name).read_text(), end="")
+        return 0
+
+    return catch_value_errors(action)
+
+
+# ---- titan config copy
+
+
+def configure_copy(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    _add_name(parser)
+    parser.add_argument("file", type=Path, metavar="FILE", help="the file to create")
+    parser.epilog = (
+        "Returns 2 if the file exists, or if there is no configuration of that name.\n\n"
+        "example: titan config copy llama3_8b my.toml"
+    )
+
+
+def run_copy(arguments: argparse.Namespace) -> int:
+    """Copy the file. Returns the exit code."""
+
+    def action() -> int:
+        text = _bundled(arguments.name).read_text()
+        with arguments.file.open("x") as file:
+            file.write(text)
+        print(f"Wrote {arguments.file}. Train with it: titan train {arguments.file}")
+        return 0
+
+    return catch_value_errors(action)
+
+
+def _add_name(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", metavar="NAME", help="a name that `titan config ls` prints")
+
+
+def _bundled(name: str) -> Path:
+    """Return the path of a configuration, with or without .toml. Raises ValueError."""
+    from torchtitan_like.util.suggestions import did_you_mean
+
+    names = [file.name for file in TRAIN_CONFIGS.glob("*.toml")]
+    file_name = f"{name.removesuffix('.toml')}.toml"
+    if file_name in names:
+        return TRAIN_CONFIGS / file_name
+    remedy = did_you_mean(file_name, names) or "`titan config ls` lists all"
+    raise ValueError(f"The package has no configuration {name!r}: {remedy}")
+
 
 # ---- titan help
 
@@ -46,6 +139,6 @@ def run_help(arguments: argparse.Namespace) -> int:
         if not text:
             remedy = suggest_key(name) or "titan train --help shows the common settings"
             show_error(f'There is no setting or section "{name}": {remedy}')
-            return 2
+            return FAILED
     print("\n\n".join(texts))
     return 0

@@ -29,7 +29,7 @@ from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
-from torchtitan_like.util.bundle import TOKENIZER
+from torchtitan_like.util.bundle import TOKENIZER, TRAIN_CONFIGS
 from torchtitan_like.util.modules import pip_install
 
 if sys.version_info >= (3, 11):
@@ -139,13 +139,14 @@ def example(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 # Commands that print a result and change no file.
 PRINTING = (
+    *("config ls", "config show"),
     *("check", "help", "plan", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
     *("ckpt interval", "data show", "run ls", "run watch", "run compare", "node check"),
     *("slurm before", "slurm after", "generate"),
 )
 # Commands that write files, or train.
 WRITING = (
-    *("train", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
+    *("train", "config copy", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("run plot", "lighthouse"),
     *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
@@ -229,6 +230,36 @@ def test_train(tmp_path: Path) -> None:
 def test_check(tmp_path: Path, example: Example) -> None:
     output = example("check", tmp_path)
     assert tomllib.loads(output)["training"]["steps"] == 100
+
+
+def test_config_ls(tmp_path: Path, example: Example) -> None:
+    rows = example("config ls", tmp_path).splitlines()
+    names = [row.split()[0] for row in rows]
+    assert names == sorted(file.name for file in TRAIN_CONFIGS.glob("*.toml"))
+    assert max(map(len, rows)) <= 100 and all(len(row) > 72 for row in rows)
+
+
+def test_config_show(tmp_path: Path, example: Example) -> None:
+    assert example("config show", tmp_path) == (TRAIN_CONFIGS / "llama3_8b.toml").read_text()
+
+
+def test_config_copy(tmp_path: Path, example: Example, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "titan train my.toml" in example("config copy", tmp_path)
+    copied = (tmp_path / "my.toml").read_text()
+    assert copied == (TRAIN_CONFIGS / "llama3_8b.toml").read_text()
+    assert cli.main(["config", "copy", "debug_model.toml", "my.toml"]) == 2
+    assert "my.toml" in capsys.readouterr().err
+    assert cli.main(["config", "copy", "lama3_8b", "other.toml"]) == 2
+    assert 'did you mean "llama3_8b.toml"?' in capsys.readouterr().err
+    assert (tmp_path / "my.toml").read_text() == copied and not Path("other.toml").exists()
+
+
+def test_a_copy_of_a_file_that_extends_another_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["config", "copy", "qwen3_1.7b", "my.toml"]) == 0
+    assert cli.main(["check", "my.toml"]) == 0
 
 
 def test_help(tmp_path: Path, example: Example) -> None:
