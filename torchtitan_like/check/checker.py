@@ -11,20 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.check.context import DeviceType, RunContext, build_context
 from torchtitan_like.check.datasets import check_datasets
-from torchtitan_like.check.environment import check_nccl, check_torch
+from torchtitan_like.check.environment import (
+    check_folders,
+    check_initial_checkpoint,
+    check_nccl,
+    check_torch,
+)
 from torchtitan_like.check.extensions import check_extensions
-from torchtitan_like.check.folders import check_folders, check_initial_checkpoint
 from torchtitan_like.check.host_memory import check_host_memory
 from torchtitan_like.check.model import (
     check_attention,
     check_model,
     check_parameter_patterns,
+    check_tokenizer,
     read_sizes,
 )
-from torchtitan_like.check.pipeline import check_degrees, check_pipeline
 from torchtitan_like.check.rules import RULES
 from torchtitan_like.check.rules.no_effect import find_idle_settings
-from torchtitan_like.check.tokenizer import check_tokenizer
+from torchtitan_like.check.rules.parallelism import check_degrees, check_pipeline
 from torchtitan_like.config import ConfigError, JobConfig, Problem
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.config.problems import Rule, broken_rules, merge_no_effect

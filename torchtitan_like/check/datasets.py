@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtitan_like.check.folders import describe_missing
+from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem

@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
-from torchtitan_like.config.facts import Affected
+from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import find
 from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, build_config

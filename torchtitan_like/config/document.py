@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_like.config.aliases import MOVED_SECTIONS, RENAMED, RENAMED_CONVERTERS
-from torchtitan_like.config.base import Section
-from torchtitan_like.config.facts import Need
+from torchtitan_like.config.base import Need, Section
 from torchtitan_like.config.fields import Path, Setting, all_settings, settings_of
 from torchtitan_like.config.schema import job_config
 from torchtitan_like.config.toml_text import toml_value

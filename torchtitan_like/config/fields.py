@@ -9,8 +9,16 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import annotated_types
 from pydantic.fields import FieldInfo
 
-from torchtitan_like.config.base import EXPAND_HOME, Expected, HomePath, NameOf, Section
-from torchtitan_like.config.facts import Affected, Facts, Need
+from torchtitan_like.config.base import (
+    EXPAND_HOME,
+    Affected,
+    Expected,
+    Facts,
+    HomePath,
+    NameOf,
+    Need,
+    Section,
+)
 from torchtitan_like.config.schema import job_config
 
 Path = tuple[str, ...]

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from torchtitan_like.util.credentials import mask_text
-
-if TYPE_CHECKING:
-    from torchtitan_like.config.schema import JobConfig
-
 
 # "training_error": an error before training, and a warning in a check on any machine.
 Severity = Literal["error", "warning", "training_error"]
@@ -106,7 +102,7 @@ def broken_rules(rules: Iterable[Rule[Subject]], subject: Subject) -> list[Rule[
 class ConfigError(Exception):
     """Every problem of one configuration.
 
-    partial: the configuration with the default of each faulty value, or None. Later checks use it
+    partial: the `JobConfig` with the default of each faulty value, or None. Later checks use it
     to report their problems at the same time. faulty: the dotted keys of the faulty values.
     """
 
@@ -114,7 +110,7 @@ class ConfigError(Exception):
         self,
         problems: Iterable[Problem],
         *,
-        partial: JobConfig | None = None,
+        partial: Any = None,
         faulty: frozenset[str] = frozenset(),
     ) -> None:
         self.problems = list(problems)

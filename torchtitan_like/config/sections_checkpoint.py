@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, KeepCount, Section
-from torchtitan_like.config.facts import Facts, Need, above, enabled, field
+from torchtitan_like.config.base import (
+    Facts,
+    HomePath,
+    KeepCount,
+    Need,
+    Section,
+    above,
+    enabled,
+    field,
+)
 from torchtitan_like.config.problems import Rule
 
 LOCAL_FOLDER = (

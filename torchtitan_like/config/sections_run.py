@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, Minutes, NameOf, Section, Steps
-from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
+from torchtitan_like.config.base import (
+    Facts,
+    HomePath,
+    Minutes,
+    NameOf,
+    Need,
+    Section,
+    Steps,
+    above,
+    enabled,
+    field,
+    one_of,
+)
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_checkpoint import COPY_LATER, LOCAL_FOLDER, is_uri
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from torchtitan_like.config.base import HomePath, MinusOneOrPositive, NthOrOp, Section
-from torchtitan_like.config.facts import Facts, Need, above, converter, enabled, field, one_of
+from torchtitan_like.config.base import (
+    Facts,
+    HomePath,
+    MinusOneOrPositive,
+    Need,
+    NthOrOp,
+    Section,
+    above,
+    converter,
+    enabled,
+    field,
+    one_of,
+)
 from torchtitan_like.config.problems import Rule
 
 # This list omits the backends of torch's own tests, "ts" and "aot_ts" (TorchScript), and

@@ -9,14 +9,19 @@ from pydantic import Field
 
 from torchtitan_like.config.base import (
     BatchRamp,
+    Facts,
     HomePath,
     MinusOneOrPositive,
     NameOf,
+    Need,
     Section,
     StepRanges,
     StepWeights,
+    above,
+    enabled,
+    field,
+    one_of,
 )
-from torchtitan_like.config.facts import Facts, Need, above, enabled, field, one_of
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.util.bundle import TOKENIZER_IN_REPOSITORY, find_assets
 

@@ -5,8 +5,7 @@ docs/guides/extensions.md describes the protocols and which of them are stable. 
 package imports torch at its top level.
 """
 
-from torchtitan_like.config.base import Section
-from torchtitan_like.config.facts import field
+from torchtitan_like.config.base import Section, field
 from torchtitan_like.extensions.protocols import (
     Converter,
     DataSource,

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 from pydantic import BaseModel
 
 from torchtitan_like.config.aliases import MOVED_SECTIONS
-from torchtitan_like.config.base import Section
-from torchtitan_like.config.facts import Facts
+from torchtitan_like.config.base import Facts, Section
 from torchtitan_like.config.fields import find, settings_of
 from torchtitan_like.config.schema import JobConfig
 from torchtitan_like.util import registry

@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.changes import (
 )
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import dump_toml, load_config
-from torchtitan_like.config.facts import Affected
+from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.layers import parse_toml
 

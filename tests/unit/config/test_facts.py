@@ -9,8 +9,16 @@ import pytest
 
 from torchtitan_like.check.rules.no_effect import find_idle_settings
 from torchtitan_like.config import load_config
-from torchtitan_like.config.base import Section
-from torchtitan_like.config.facts import Affected, Facts, above, converter, enabled, field, one_of
+from torchtitan_like.config.base import (
+    Affected,
+    Facts,
+    Section,
+    above,
+    converter,
+    enabled,
+    field,
+    one_of,
+)
 from torchtitan_like.config.fields import Setting, all_settings, settings_of
 from torchtitan_like.config.schema import JobConfig
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from torchtitan_like.check import check_config, load_checked
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.facts import Need
+from torchtitan_like.config.base import Need
 from torchtitan_like.config.fields import Setting, all_settings, find
 
 # Arguments that disable a feature which the defaults enable.
