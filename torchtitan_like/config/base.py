@@ -198,6 +198,29 @@ def _not_one(value: int) -> int:
     return value
 
 
+def _steps(steps: list[int]) -> list[int]:
+    if min(steps, default=1) < 1:
+        raise ValueError("expected steps >= 1")
+    return steps
+
+
+def _step_ranges(ranges: list[list[int]]) -> list[list[int]]:
+    """Accept pairs [first, last] with 1 <= first <= last, in order of `first`."""
+    are_pairs = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in ranges)
+    if not are_pairs or sorted(ranges, key=lambda pair: pair[0]) != ranges:
+        raise ValueError("expected pairs of steps in order")
+    return ranges
+
+
+def _step_weights(pairs: list[list[int | float]]) -> list[list[int | float]]:
+    """Accept pairs [step, weight] with steps >= 2 in order and weights >= 0."""
+    are_pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in pairs)
+    steps = [1, *(pair[0] for pair in pairs)] if are_pairs else []
+    if not are_pairs or steps != sorted(set(steps)):
+        raise ValueError("expected pairs of a step and a weight in order")
+    return pairs
+
+
 MOST_MINUTES = 100_000_000  # 190 years: the end of a run must be a valid date
 
 
@@ -219,9 +242,19 @@ MinusOneOrPositive = Annotated[
 ]
 KeepCount = Annotated[int, Field(ge=0), AfterValidator(_not_one), Expected("0 or an integer >= 2")]
 BatchRamp = Annotated[list[int], Expected("a list [start, increment, samples]")]
-Steps = Annotated[list[int], Expected("a list of steps")]
-StepRanges = Annotated[list[list[int]], Expected("a list of pairs of steps, [[first, last], ...]")]
-StepWeights = Annotated[list[list[int | float]], Expected("a list of pairs, [[step, weight], ...]")]
+Steps = Annotated[list[int], AfterValidator(_steps), Expected("a list of steps >= 1")]
+StepRanges = Annotated[
+    list[list[int]],
+    AfterValidator(_step_ranges),
+    Expected("a list of pairs of steps, [[first, last], ...], 1 <= first <= last, in order"),
+]
+StepWeights = Annotated[
+    list[list[int | float]],
+    AfterValidator(_step_weights),
+    Expected(
+        "a list of pairs, [[step, weight], ...], step >= 2, weight >= 0, in order of the steps"
+    ),
+]
 Minutes = Annotated[
     float | Literal["auto"],
     PlainValidator(_minutes_or_auto),  # a union's own validator reports a wrong value twice

@@ -495,16 +495,3 @@ class Debug(Section):
         "caused it. Slow.",
         affects="nothing",
     )
-
-    rules: ClassVar[tuple[Rule[Debug], ...]] = (
-        Rule(
-            "traced-step-below-one",
-            "trace_batch_nums",
-            lambda section: (
-                section.detect_overflow and min(section.trace_batch_nums, default=1) < 1
-            ),
-            "step numbers, which are counted from 1",
-            "write [1, 5], for example",
-            ("detect_overflow",),
-        ),
-    )

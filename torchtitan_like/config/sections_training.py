@@ -357,19 +357,6 @@ class DataLoader(Section):
     )
 
 
-def _are_step_ranges(ranges: list[list[int]]) -> bool:
-    """Return True for pairs [first, last] with 1 <= first <= last, in order of `first`."""
-    are_pairs = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in ranges)
-    return are_pairs and sorted(ranges, key=lambda pair: pair[0]) == ranges
-
-
-def _are_step_weights(pairs: list[list[int | float]]) -> bool:
-    """Return True for pairs [step, weight] with steps >= 2 in order and weights >= 0."""
-    are_pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in pairs)
-    steps = [1, *(pair[0] for pair in pairs)] if are_pairs else []
-    return are_pairs and steps == sorted(set(steps))
-
-
 class Training(Section):
     """Batches, steps and numerics of training."""
 
@@ -455,13 +442,6 @@ class Training(Section):
     dataloader: DataLoader = field(DataLoader(), "Worker processes of the training dataset.")
 
     rules: ClassVar[tuple[Rule[Training], ...]] = (
-        Rule(
-            "unordered-skip-steps",
-            "skip_steps",
-            lambda section: not _are_step_ranges(section.skip_steps),
-            "pairs of steps, 1 <= first <= last, in order",
-            "write [[100, 110], [500, 500]], for example",
-        ),
         Rule(
             "unreachable-batch-ramp",
             "batch_ramp",
@@ -584,13 +564,6 @@ class DataSource(Section):
             'unset with format = "tokens", which has no records',
             "leave it out",
             ("format",),
-        ),
-        Rule(
-            "unordered-weights",
-            "weight_from",
-            lambda source: not _are_step_weights(source.weight_from),
-            "pairs of a step >= 2 and a weight >= 0, in order of the steps",
-            "write [[10000, 3.0], [20000, 0]], for example",
         ),
     )
 

@@ -61,7 +61,6 @@ TOKENS = "data.sources.a.path=x data.sources.a.format=tokens"
 
 EXAMPLES = [
     # [training], [optimizer], [ema], [lr_scheduler]
-    Example("unordered-skip-steps", "training.skip_steps=5,2", "pairs of steps"),
     Example("unreachable-batch-ramp", "global=64 ramp=16,15,100", "a multiple of increment is global_batch_size"),
     Example("float32-compute-of-bfloat16-weights", "training.dtype=bfloat16 training.mixed_precision_param=float32",
             'set training.dtype = "float32"'),
@@ -87,7 +86,6 @@ EXAMPLES = [
     Example("schedule-ends-early", "training.steps=1000 lr_scheduler.total_steps=500", "ends the schedule at step 500 of 1000"),
     # [data], [validation]
     Example("streamed-token-files", f"{TOKENS} data.sources.a.streaming=true", "token files are read in place"),
-    Example("unordered-weights", f"{TOKENS} data.sources.a.weight_from=20,1|10,1", "in order of the steps"),
     Example("no-weight-at-first-step", f"{TOKENS} data.sources.a.weight=0", "give one source a weight"),
     Example("ending-stream-in-mixture", "data.sources.a.path=x data.sources.b.path=y data.sources.a.streaming=true "
             "data.sources.a.max_epochs=1", "not available yet"),
@@ -190,7 +188,6 @@ EXAMPLES = [
     Example("high-norm-early-step", "early=true resilience.on_high_norm=rerun", 'on_high_norm = "accept"'),
     Example("gradient-check-early-step", "early=true resilience.verify_gradients_freq=10", "would update the weights"),
     Example("replica-check-without-replicas", "check=10", "data_parallel_replicate_degree > 1"),
-    Example("traced-step-below-one", "debug.detect_overflow=true debug.trace_batch_nums=0", "counted from 1"),
     Example("compiled-overflow-detection", "debug.detect_overflow=true compile=true", "cannot be inspected"),
     Example("balance-without-experts", "debug.moe_force_load_balance=true", "llama3 has no experts"),
     Example("launch-blocking-without-gpu", "debug.launch_blocking=true", "there is no GPU", device="cpu"),
