@@ -69,7 +69,7 @@ changed_unit_tests() {
   sed -nE '
     s#^torchtitan_like/report/.*#tests/unit/cli#p; t
     s#^torchtitan_like/train_configs/.*#tests/unit/config#p; t
-    s#^torchtitan_like/train\.py$#tests/unit/test_launch.py#p; t
+    s#^torchtitan_like/train\.py$#tests/unit/test_run.py#p; t
     s#^(torchtitan_like|tests/unit)/([a-z_]+)/.*#tests/unit/\2#p; t
     s#^torchtitan_like/([a-z_]+)\.py$#tests/unit/test_\1.py#p; t
     s#^tests/unit/(test_[a-z_]+\.py)$#tests/unit/\1#p; t

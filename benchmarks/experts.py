@@ -177,7 +177,7 @@ def run_trainer(num_tokens: int, num_steps: int, folder: str) -> None:
     from torchtitan_like.process_start import begin_rank
 
     begin_rank(argv)
-    from torchtitan_like import launch, train
+    from torchtitan_like import run, train
 
     readings: list[float] = []
 
@@ -190,8 +190,8 @@ def run_trainer(num_tokens: int, num_steps: int, folder: str) -> None:
             readings.append(time.process_time())
             return super()._finish(*args, **kwargs)
 
-    launch.Trainer = TimedTrainer  # type: ignore[misc]
-    code = launch.main(argv)
+    run.Trainer = TimedTrainer  # type: ignore[misc]
+    code = run.main(argv)
     assert code == 0, code
     report(readings)
 

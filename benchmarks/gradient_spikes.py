@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_like.launch import main as train
+from torchtitan_like.run import main as train
 from torchtitan_like.step import StepRunner
 
 STEPS = 14

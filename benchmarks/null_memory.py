@@ -92,7 +92,7 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    from torchtitan_like import launch, train
+    from torchtitan_like import run, train
     from torchtitan_like.distributed import world
 
     class MirrorGroup(world.HostGroup):
@@ -149,8 +149,8 @@ def run_case(case: Case, folder: Path, details: bool) -> dict[str, Any]:
         "--job.dump_folder",
         str(folder),
     ]
-    launch.Trainer = MeasuredTrainer  # type: ignore[misc]
-    code = launch.main([*arguments, *COMMON.split(), *case.arguments.split()])
+    run.Trainer = MeasuredTrainer  # type: ignore[misc]
+    code = run.main([*arguments, *COMMON.split(), *case.arguments.split()])
     if code:
         raise SystemExit(code)
     return readings

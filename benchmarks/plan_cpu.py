@@ -153,7 +153,7 @@ def run_rank(name: str, steps: int, folder: Path) -> None:
     from torchtitan_like.process_start import begin_rank
 
     begin_rank(arguments)
-    from torchtitan_like import launch, train
+    from torchtitan_like import run, train
 
     readings: list[float] = []
 
@@ -166,8 +166,8 @@ def run_rank(name: str, steps: int, folder: Path) -> None:
             readings.append(time.process_time())
             return super()._finish(*args, **kwargs)
 
-    launch.Trainer = TimedTrainer  # type: ignore[misc]
-    code = launch.main(arguments)
+    run.Trainer = TimedTrainer  # type: ignore[misc]
+    code = run.main(arguments)
     assert code == 0, code
     timed = readings[WARMUP:]
     seconds = [after - before for before, after in zip(timed, timed[1:], strict=False)]

@@ -20,10 +20,10 @@ import torch
 
 from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.run import build_world, read_run
 from torchtitan_like.train import Trainer
 
 

@@ -109,7 +109,7 @@ def run_trainer(case: Case, launched_at: float, folder: str) -> None:
     from torchtitan_like.process_start import begin_rank
 
     begin_rank(settings(case, folder))  # `python -m torchtitan_like.train` also calls it
-    from torchtitan_like import launch, train
+    from torchtitan_like import run, train
 
     clock, modules = Clock(), 0
     build_optimizer = train.build_optimizer
@@ -129,8 +129,8 @@ def run_trainer(case: Case, launched_at: float, folder: str) -> None:
             return super()._finish(*args, **kwargs)
 
     train.build_optimizer = count_modules
-    launch.Trainer = TimedTrainer  # type: ignore[misc]
-    code = launch.main(settings(case, folder))
+    run.Trainer = TimedTrainer  # type: ignore[misc]
+    code = run.main(settings(case, folder))
     assert code == 0, code
     if int(os.environ.get("RANK", 0)) == 0:
         clock.report(case, launched_at, modules)

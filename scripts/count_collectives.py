@@ -144,7 +144,7 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
 def work(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run two training steps. Rank 0 writes the counts of all ranks in the second step."""
     from torchtitan_like.build import build_checkpointer
-    from torchtitan_like.launch import build_world
+    from torchtitan_like.run import build_world
     from torchtitan_like.train import Trainer
 
     world = build_world(run, launched)
@@ -212,9 +212,9 @@ def _size(nbytes: float) -> str:
 def main(argv: list[str]) -> int:
     """Run the command. Return its exit code."""
     if argv[:1] == [WORKER]:
-        from torchtitan_like.launch import launch
+        from torchtitan_like.run import main
 
-        return launch(argv[1:], work)
+        return main(argv[1:], work)
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n\n")[0], allow_abbrev=False
     )

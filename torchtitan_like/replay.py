@@ -26,13 +26,13 @@ from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
-from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import Run
+from torchtitan_like.run import build_world, read_run
 from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode

@@ -11,13 +11,13 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__":
-    # Handle signals before all imports, which take seconds. `launch` imports this module by name.
+    # Handle signals before all imports, which take seconds. `run` imports this module by name.
     from torchtitan_like.process_start import begin_rank
 
     command_line = begin_rank(sys.argv[1:])
 
-    from torchtitan_like.launch import main
     from torchtitan_like.resilience.end import end_process
+    from torchtitan_like.run import main
 
     end_process(main(command_line))
 
@@ -163,7 +163,7 @@ class Trainer:
     ) -> None:
         """Build all parts, and load the first undamaged start of `starts`.
 
-        A collective. Raises the errors of `launch.CODES` on every rank.
+        A collective. Raises the errors of `run.CODES` on every rank.
         """
         self.start_clock = StartClock(world.rank == 0) if start_clock is None else start_clock
         weights = "initialize the weights" if starts[0].kind == "scratch" else "load the weights"

@@ -22,12 +22,12 @@ from torchtitan_like.build import build_checkpointer
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs, build_mesh
-from torchtitan_like.launch import build_world, read_run
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
 from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.run import build_world, read_run
 from torchtitan_like.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_in_new_processes, run_ranks
 from tests.harness.runner import trainer_environment
 from torchtitan_like.inference.generation import Sampling, generate
-from torchtitan_like.launch import open_trainer
+from torchtitan_like.run import open_trainer
 
 STEPS = 3
 # With sequence parallelism, `generate` would need prompts of an even length.

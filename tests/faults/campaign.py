@@ -1,7 +1,7 @@
 """`./run_tests.sh --faults`: run all drills, and kill and resume real runs more than 200 times.
 
 Runs start in two ways. With *torchrun*, run_train.sh's command starts the workers. *Forked*
-ranks run the same `torchtitan_like.launch.main` in forks of a process that has imported torch
+ranks run the same `torchtitan_like.run.main` in forks of a process that has imported torch
 (fork_server.py). A forked start takes one second instead of six.
 """
 

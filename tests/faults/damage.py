@@ -24,7 +24,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.launch import read_run
+from torchtitan_like.run import read_run
 
 
 def flip(path: Path, offset: float, bit: int) -> None:

@@ -1,6 +1,6 @@
 """A process that imports torch once and forks the ranks of runs. A start takes 1 s instead of 6 s.
 
-Ranks run `torchtitan_like.launch.main` in real processes with a real rendezvous; they share only
+Ranks run `torchtitan_like.run.main` in real processes with a real rendezvous; they share only
 the start of the interpreter and the imports. Like torchrun, the parent stops all ranks after a
 crash.
 
@@ -77,8 +77,8 @@ def _become_rank(rank: int, port: int, request: dict[str, Any]) -> NoReturn:
     os.dup2(log, 2)
     try:
         from tests.faults.injection import Injection, install_injections
-        from torchtitan_like.launch import main
         from torchtitan_like.resilience.end import end_process
+        from torchtitan_like.run import main
 
         install_injections(
             [Injection(*fields) for fields in request["injections"]], request["settings"]

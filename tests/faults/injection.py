@@ -107,8 +107,8 @@ def trigger_fault(injection: Injection, args: tuple[Any, ...]) -> None:
 
 def main() -> None:
     """Run the trainer's command with injected faults."""
-    from torchtitan_like.launch import main as train
     from torchtitan_like.resilience.end import end_process
+    from torchtitan_like.run import main as train
 
     request = json.loads(os.environ["FAULT_INJECTIONS"])
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":  # only in the first start

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from tests.gpu_null.recording import Recording, rank_from_environment, recording_path
-from torchtitan_like import launch, train
+from torchtitan_like import run, train
 from torchtitan_like.distributed import expert_parallel
 from torchtitan_like.resilience.end import end_process
 
@@ -53,8 +53,8 @@ exchange_rows = expert_parallel.exchange_rows
 expert_parallel.exchange_rows = exchange_even_rows
 
 if __name__ == "__main__":
-    launch.Trainer = RecordedTrainer
-    code = launch.main(sys.argv[1:])
+    run.Trainer = RecordedTrainer
+    code = run.main(sys.argv[1:])
     if code == 0:
         recording.write(
             recording_path(Path(os.environ["NULL_CUDA_FOLDER"]), rank_from_environment())

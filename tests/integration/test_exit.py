@@ -15,7 +15,7 @@ REASONS = {75: "requeue", 130: "interrupted"}
 # Torch starts two threads with this name for each gloo group.
 PROGRAM = """
 import pathlib, sys
-from torchtitan_like.launch import main
+from torchtitan_like.run import main
 
 main(sys.argv[1:])
 names = [task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")]

@@ -35,7 +35,7 @@ INDIRECT = {
 NOT_IMPORTED = {"datasets", "safetensors", "transformers", "accelerate"}
 # Importing torch takes seconds. Checking a config on a login node must not import it.
 WITHOUT_TORCH = [
-    "torchtitan_like.launcher.run",
+    "torchtitan_like.launcher.launch",
     "torchtitan_like.launcher.outcome",
     "torchtitan_like.config",
     "torchtitan_like.extensions",
@@ -109,14 +109,14 @@ def test_checking_a_config_imports_no_torch(module: str) -> None:
 # Run the trainer until it builds its optimizer.
 UP_TO_THE_OPTIMIZER = """
 import sys
-from torchtitan_like import launch, train
+from torchtitan_like import run, train
 
 def count_modules(*_, **__):
     print(len(sys.modules), sorted({"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()))
     sys.exit()
 
 train.build_optimizer = count_modules
-launch.main(sys.argv[1:])
+run.main(sys.argv[1:])
 """
 
 

@@ -42,8 +42,8 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Train. Returns the exit code."""
+    from torchtitan_like.launcher.launch import launch
     from torchtitan_like.launcher.options import OPTIONS
-    from torchtitan_like.launcher.run import launch
 
     if not names_config(arguments):
         arguments.config = os.environ.get("CONFIG_FILE") or DEFAULT_CONFIG

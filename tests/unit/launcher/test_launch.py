@@ -23,10 +23,10 @@ from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import load_config
 from torchtitan_like.launcher import machine
+from torchtitan_like.launcher.launch import LAUNCHER_SIGNALS, child_environment
 from torchtitan_like.launcher.machine import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.outcome import prepare_run_folder
-from torchtitan_like.launcher.run import LAUNCHER_SIGNALS, child_environment
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
 DEBUG_MODEL = TRAIN_CONFIGS / "debug_model.toml"

@@ -1,4 +1,4 @@
-"""Process entry: command line -> configuration -> world -> Trainer -> exit code."""
+"""The process of a rank: command line -> `Run` -> world -> `Trainer` -> exit code."""
 
 from __future__ import annotations
 
@@ -70,16 +70,11 @@ CODES: dict[type[Exception], ExitCode] = {
 }
 
 
-def main(argv: Sequence[str] | CommandLine) -> int:
-    """Train with the settings of a command line; return the exit code."""
-    return launch(argv, run_job)
-
-
-def launch(
+def main(
     argv: Sequence[str] | CommandLine,
-    job: Callable[[Run, LaunchedAs, Requests, RankPosition], ExitCode],
+    job: Callable[[Run, LaunchedAs, Requests, RankPosition], ExitCode] | None = None,
 ) -> int:
-    """Resolve the configuration and call `job`; return the exit code of this process.
+    """Resolve the configuration and call `job`, by default `run_job`; return the exit code.
 
     It is the code that `job` returns. Under torchrun it is 0 after an agreed end, and exit.json has
     the code. After a crash it is 1. While `job` runs, signals are requests. A signal before the
@@ -100,12 +95,12 @@ def launch(
     position = RankPosition()
     with requests.listening():
         try:
-            code = job(run, launched, requests, position)
+            code = (job or run_job)(run, launched, requests, position)
         except Stopped as stopped:
             code = EXIT_CODES[stopped.request]
             logger.info(f"Training stopped: {code.reason}, before the first step")
             if launched.rank == 0:
-                leave_exit(config.job.dump_folder, code, None, WriteFailures())
+                write_end(config.job.dump_folder, code, None, WriteFailures())
             return int(code)
         except (LockedError, StorageError) as error:
             # exit.json belongs to the running job, or cannot be written: only return the code.
@@ -171,7 +166,7 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
         # Before old checkpoints are deleted, which may take longer than a scheduler waits.
         if launched.rank == 0 or is_alone:
             failures = None if trainer is None else trainer.failures
-            code = leave_exit(config.job.dump_folder, code, step, failures or WriteFailures())
+            code = write_end(config.job.dump_folder, code, step, failures or WriteFailures())
     if world is not None:
         world.leave()
         logger.info("Process group destroyed")
@@ -199,7 +194,7 @@ def log_memory_plan(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     memories = plan_memory(config, launched.world_size, gpu)
     for line in lines(memories, gpu, assumptions(config)):
         logger.info(line)
-    return leave_exit(config.job.dump_folder, ExitCode.DONE, None, WriteFailures())
+    return write_end(config.job.dump_folder, ExitCode.DONE, None, WriteFailures())
 
 
 # ---- before the run
@@ -295,7 +290,7 @@ def is_killed(config: JobConfig, world: World) -> bool:
 # ---- after the run
 
 
-def leave_exit(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
+def write_end(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
     """Write exit.json and return the code in it.
 
     A finished run that could not write all of its files gets the code STORAGE.

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like import launch
+from torchtitan_like import run
 from torchtitan_like.check import load_checked
-from torchtitan_like.launch import look_for_device, read_run
+from torchtitan_like.run import look_for_device, read_run
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_a_run_on_one_core_logs_a_warning(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(launch, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(run, "num_cores", lambda: num_cores)
     read_run(["--training.dataloader.num_workers", "0"], 1)
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
 
