@@ -215,12 +215,6 @@ def suggest_step(path: Path) -> str:
     return "check the path" if newest is None else f"give a step, such as {newest}"
 
 
-def suggest_folder(path: Path) -> str:
-    """Return a remedy for a path without steps: the checkpoint folder below it, if there is one."""
-    newest = newest_below(path)
-    return "check the path" if newest is None else f"give {newest.parent}"
-
-
 def superseded_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and exports that `supersede_later` has renamed, with their numbers."""
     parents = (folder, folder / HF_EXPORTS)

@@ -274,6 +274,7 @@ def full_parser() -> argparse.ArgumentParser:
 
 
 def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) -> None:
+    from torchtitan_like.cli.common import PATH_TYPES
     from torchtitan_like.config.fields import all_settings
 
     subparsers = parser.add_subparsers()
@@ -292,7 +293,7 @@ def _add_commands(parser: argparse.ArgumentParser, commands: Sequence[Command]) 
         if command.module:
             command.configure(child)
         for action in child._actions:
-            if action.type is Path or action.dest == "config":
+            if action.type in PATH_TYPES or action.dest == "config":
                 action.complete = SHTAB_FILE  # type: ignore[attr-defined]
 
 

@@ -19,7 +19,11 @@ from torchtitan_like.cli.common import (
     positive_int,
     positive_number,
     run_checked,
+    run_path,
+    step_path,
+    steps_path,
 )
+from torchtitan_like.util.run_directory import MANIFEST
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.identity import Identity
@@ -36,7 +40,7 @@ FORMATS = ("native", "hf", "dcp", "pt", TORCHTITAN)
 
 def configure_ls(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("folder", type=Path, help="the checkpoint folder of a run")
+    parser.add_argument("folder", type=steps_path, help="a run, or its checkpoint folder")
     add_json_flag(parser)
     parser.epilog = (
         "Shows name, kind, size, age and notes of every checkpoint and Hugging Face export, also\n"
@@ -52,8 +56,12 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
     from torchtitan_like.checkpoint.tools.listing import format_entries, list_checkpoints
 
+    folder: Path = arguments.folder
+    if (folder / MANIFEST).exists():
+        folder = folder.parent
+
     def action() -> int:
-        entries = list_checkpoints(arguments.folder)
+        entries = list_checkpoints(folder)
         if arguments.json:
             print(json.dumps([asdict(entry) for entry in entries], indent=2))
         else:
@@ -70,9 +78,9 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "checkpoint",
-        type=Path,
+        type=step_path,
         metavar="STEP",
-        help="a step-N, a folder of safetensors or DCP, or a .pt file",
+        help="a step-N, a run (its newest step), a folder of safetensors or DCP, or a .pt file",
     )
     add_json_flag(parser)
     parser.epilog = (
@@ -101,7 +109,7 @@ def run_show(arguments: argparse.Namespace) -> int:
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("path", type=Path, help="a step-N, or a folder with several")
+    parser.add_argument("path", type=steps_path, help="a step-N, a folder with several, or a run")
     add_json_flag(parser)
     parser.epilog = (
         "Progress goes to stderr. Exit codes: 0 everything is intact, 1 damage was detected,\n"
@@ -132,8 +140,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 def configure_diff(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("a", type=Path, metavar="A", help="a checkpoint of any format")
-    parser.add_argument("b", type=Path, metavar="B", help="another one")
+    parser.add_argument("a", type=step_path, metavar="A", help="a checkpoint of any format")
+    parser.add_argument("b", type=step_path, metavar="B", help="another one")
     add_model_flags(parser)
     parser.epilog = (
         "Lists different settings, names, shapes, dtypes, numbers and objects. Of checkpoints in\n"
@@ -165,7 +173,12 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
 def configure_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N")
+    parser.add_argument(
+        "step",
+        type=step_path,
+        metavar="STEP",
+        help="a published step-N, or a run (its newest step)",
+    )
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
     parser.add_argument(
         "--dtype", choices=EXPORT_DTYPES, help="of floating-point weights (default: keep)"
@@ -223,7 +236,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def configure_convert(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("source", type=Path, metavar="SRC", help="a checkpoint of any format")
+    parser.add_argument("source", type=step_path, metavar="SRC", help="a checkpoint of any format")
     parser.add_argument("out", type=Path, metavar="DST", help="the file or folder to create")
     parser.add_argument("--to", choices=FORMATS, required=True, help="the format of DST")
     parser.add_argument("--dtype", choices=DTYPES, help="of floating-point tensors (default: keep)")
@@ -378,7 +391,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
 def configure_interval(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "--run", type=Path, metavar="FOLDER", help="a run's folder, to measure both times in"
+        "--run", type=run_path, metavar="FOLDER", help="a run's folder, to measure both times in"
     )
     parser.add_argument(
         "--save-seconds", type=positive_number, metavar="S", help="of writing a checkpoint"

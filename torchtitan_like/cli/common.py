@@ -14,6 +14,7 @@ from pathlib import Path
 
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.output import show_error
+from torchtitan_like.util.run_directory import MANIFEST, find_run
 
 DAMAGED = 1
 FAILED = 2
@@ -39,6 +40,48 @@ def positive_number(text: str) -> float:
         if 0 < number < math.inf:
             return number
     raise argparse.ArgumentTypeError(f"it is {text!r}. Expected a number above 0: correct it")
+
+
+def step_path(text: str) -> Path:
+    """Parse the path of a checkpoint. A run or its checkpoint folder means the newest step.
+
+    Under torchrun, where each rank might see another newest step, the path does not change.
+    """
+    path = Path(text)
+    newest = None if launched_ranks() > 1 else _newest_step(path)
+    if newest is None:
+        return path
+    show_error(f"Using {newest}, the newest step")
+    return newest
+
+
+def steps_path(text: str) -> Path:
+    """Parse the path of a step or of a folder of steps. A run means its checkpoint folder."""
+    from torchtitan_like.checkpoint.step_folders import HF_EXPORTS
+
+    path = Path(text)
+    newest = _newest_step(path)
+    return path if newest is None or newest.parent.name == HF_EXPORTS else newest.parent
+
+
+def run_path(text: str) -> Path:
+    """Parse the path of a run. A checkpoint folder or a step means its run."""
+    from torchtitan_like.checkpoint.step_folders import numbered_folders
+
+    path = Path(text)
+    is_in_run = (path / MANIFEST).exists() or bool(numbered_folders(path))
+    return (find_run(path) if is_in_run else None) or path
+
+
+# Types of arguments that shells complete with file names.
+PATH_TYPES = (Path, step_path, steps_path, run_path)
+
+
+def _newest_step(path: Path) -> Path | None:
+    """Return the newest step below a path; None if there is none, or if the path is a step."""
+    from torchtitan_like.checkpoint.step_folders import newest_below
+
+    return None if (path / MANIFEST).exists() else newest_below(path)
 
 
 def names_config(arguments: argparse.Namespace) -> bool:

@@ -15,6 +15,7 @@ from torchtitan_like.cli.common import (
     catch_value_errors,
     positive_int,
     run_checked,
+    step_path,
 )
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import show_error
@@ -309,9 +310,9 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s CHECKPOINT --step N [--whole] [--json] [--section.key VALUE ...]"
     parser.add_argument(
         "checkpoint",
-        type=Path,
+        type=step_path,
         metavar="CHECKPOINT",
-        help="a published step-N of the run, before or after the step to print",
+        help="the run, or a published step-N of it, before or after the step to print",
     )
     parser.add_argument(
         "--step", type=positive_int, required=True, metavar="N", help="the step to print, from 1"

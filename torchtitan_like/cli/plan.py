@@ -18,6 +18,7 @@ from torchtitan_like.cli.common import (
     positive_int,
     positive_number,
     print_json,
+    run_path,
     settings_of,
     show_problem,
 )
@@ -416,7 +417,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
 def configure_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "run", type=Path, metavar="RUN", help="the folder of a run (job.dump_folder)"
+        "run", type=run_path, metavar="RUN", help="the folder of a run (job.dump_folder)"
     )
     parser.add_argument(
         "--plan",

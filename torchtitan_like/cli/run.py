@@ -12,6 +12,7 @@ from torchtitan_like.cli.common import (
     catch_value_errors,
     positive_number,
     print_json,
+    run_path,
     show_problem,
 )
 from torchtitan_like.util.output import show_error
@@ -67,7 +68,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 def configure_watch(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument("run", type=run_path, help="the folder of the run (job.dump_folder)")
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument(
         "--every", type=float, default=5, metavar="SECONDS", help="between updates (default: 5)"
@@ -101,9 +102,9 @@ def run_watch(arguments: argparse.Namespace) -> int:
 def configure_compare(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "a", type=Path, metavar="A", help="the folder of a run, or its metrics.jsonl"
+        "a", type=run_path, metavar="A", help="the folder of a run, or its metrics.jsonl"
     )
-    parser.add_argument("b", type=Path, metavar="B", help="the other run")
+    parser.add_argument("b", type=run_path, metavar="B", help="the other run")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--data-only", action="store_true", help="compare the data of each step, not its results"
@@ -158,7 +159,11 @@ def _compare_environments(arguments: argparse.Namespace) -> int:
 def configure_report(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
+        "runs",
+        type=run_path,
+        nargs="+",
+        metavar="RUN",
+        help="the folder of a run (job.dump_folder)",
     )
     parser.add_argument(
         "-o",
@@ -235,7 +240,11 @@ def _write_pages(arguments: argparse.Namespace) -> int:
 def configure_plot(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "runs", type=Path, nargs="+", metavar="RUN", help="the folder of a run (job.dump_folder)"
+        "runs",
+        type=run_path,
+        nargs="+",
+        metavar="RUN",
+        help="the folder of a run (job.dump_folder)",
     )
     parser.add_argument(
         "--metric",
@@ -345,7 +354,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 def configure_save(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument("run", type=run_path, help="the folder of the run (job.dump_folder)")
     parser.add_argument(
         "--export", action="store_true", help="write a Hugging Face export, not a checkpoint"
     )
@@ -373,7 +382,7 @@ def run_save(arguments: argparse.Namespace) -> int:
 
 def configure_stop(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    parser.add_argument("run", type=run_path, help="the folder of the run (job.dump_folder)")
     parser.add_argument("--clear", action="store_true", help="allow runs in this folder again")
     parser.epilog = (
         "Creates the file of resilience.kill_switch_path (KILL). The run saves and ends with code\n"

@@ -19,6 +19,7 @@ from torchtitan_like.cli.common import (
     positive_int,
     print_json,
     run_checked,
+    step_path,
 )
 from torchtitan_like.util.output import show_error
 
@@ -34,7 +35,12 @@ DOWNLOAD_FAILED = 1
 
 def configure_generate(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N, or an export")
+    parser.add_argument(
+        "step",
+        type=step_path,
+        metavar="STEP",
+        help="a published step-N, a run (its newest step), or an export",
+    )
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated"
     )
@@ -179,7 +185,12 @@ def _print(
 
 def configure_eval(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("step", type=Path, metavar="STEP", help="a published step-N, or an export")
+    parser.add_argument(
+        "step",
+        type=step_path,
+        metavar="STEP",
+        help="a published step-N, a run (its newest step), or an export",
+    )
     parser.add_argument(
         "--tasks", required=True, metavar="NAMES", help="tasks, groups or tags, with commas between"
     )

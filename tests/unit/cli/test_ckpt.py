@@ -17,7 +17,8 @@ from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.verify import ProgressMeter
-from torchtitan_like.cli import main
+from torchtitan_like.cli import executable_commands, main, parse
+from torchtitan_like.cli.common import run_path, step_path, steps_path
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -118,28 +119,66 @@ def test_ls_refuses_a_folder_without_checkpoints(
     assert run(capsys, "ls", tmp_path) == (2, message)
 
 
-@pytest.mark.parametrize("command", ["ls", "verify"])
-def test_the_checkpoint_folder_of_a_run_is_suggested(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("below", ["", "checkpoint"])
+def test_a_run_means_its_checkpoint_folder(below: str, tmp_path: Path) -> None:
     make_steps(tmp_path / "run/checkpoint", "9", "10")
-    code, text = run(capsys, command, tmp_path / "run")
-    assert code == 2 and text.endswith(f": give {tmp_path / 'run/checkpoint'}\n")
+    assert steps_path(str(tmp_path / "run" / below)) == tmp_path / "run/checkpoint"
+
+
+def test_a_step_and_a_folder_of_exports_alone_stay(tmp_path: Path) -> None:
+    make_steps(tmp_path / "step", "9")
+    make_steps(tmp_path / "exports/hf", "9")
+    for path in (tmp_path / "step/step-9", tmp_path / "exports", tmp_path / "missing"):
+        assert steps_path(str(path)) == path
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint", "checkpoint/step-10"])
+def test_a_step_or_its_folder_means_the_run(below: str, tmp_path: Path) -> None:
+    make_steps(tmp_path / "checkpoint", "9", "10")
+    (tmp_path / "attempts/1").mkdir(parents=True)
+    assert run_path(str(tmp_path / below)).resolve() == tmp_path.resolve()
+    attempt = tmp_path / "attempts/1"
+    assert run_path(str(attempt)) == attempt  # `titan run compare --environment` reads it
 
 
 @pytest.mark.parametrize("below", ["", "checkpoint"])
-@pytest.mark.parametrize(
-    "words", ["ckpt show", "ckpt export", "ckpt convert", "generate", "data show"]
-)
-def test_a_step_is_suggested_for_a_folder_of_steps(
-    words: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_newest_step_is_used_and_named(
+    below: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     make_steps(tmp_path / "checkpoint", "9", "10")
+    newest = tmp_path / "checkpoint/step-10"
+    assert step_path(str(tmp_path / below)) == newest
+    assert capsys.readouterr().err == f"Using {newest}, the newest step\n"
+    assert step_path(str(newest)) == newest and capsys.readouterr().err == ""
+    monkeypatch.setenv("WORLD_SIZE", "2")  # each rank might see another one
+    assert step_path(str(tmp_path / below)) == tmp_path / below
+
+
+@pytest.mark.parametrize(
+    "words", ["ckpt show", "ckpt export", "ckpt convert", "generate", "eval", "data show"]
+)
+def test_commands_of_a_step_accept_a_run(words: str, tmp_path: Path) -> None:
+    make_steps(tmp_path / "checkpoint", "9", "10")
     options = {"export": ["out"], "convert": ["out", "--to", "pt"], "data": ["--step", "1"]}
+    options["eval"] = ["--tasks", "next_word"]
     extra = [option for word in words.split() for option in options.get(word, [])]
-    assert main([*words.split(), str(tmp_path / below), *extra]) == 2
-    step = tmp_path / "checkpoint/step-10"
-    assert capsys.readouterr().err.endswith(f": give a step, such as {step}\n")
+    (command,) = (command for command in executable_commands() if command.name == words)
+    parsed = vars(parse(command, [str(tmp_path), *extra]))
+    assert tmp_path / "checkpoint/step-10" in parsed.values()
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint", "checkpoint/step-7"])
+@pytest.mark.parametrize("command", ["ls", "verify"])
+def test_ls_and_verify_accept_a_run_its_checkpoint_folder_and_a_step(
+    command: str, below: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoint").mkdir()
+    make_step(tmp_path / "checkpoint/step-7", MODEL)
+    code, text = run(capsys, command, tmp_path / below)
+    assert code == 0 and "step-7" in text
 
 
 def test_show_lists_the_manifest_and_every_tensor(
