@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
@@ -24,6 +24,7 @@ from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.extensions.optimizers import ExtensionError
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
@@ -94,7 +95,7 @@ class DataParts:
 
     batches: TrainBatches
     validation_sets: dict[str, ValidationBatches]
-    bytes_of_token: torch.Tensor
+    bytes_of_token: Tensor
 
 
 def build_data(run: Run, world: World, seed: int) -> DataParts:
@@ -196,11 +197,25 @@ def describe_attention(run: Run, device: torch.device) -> str:
 
 
 def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
-    """Return the registered loss of that name; None for cross-entropy."""
+    """Return the registered loss of that name; None for cross-entropy.
+
+    It raises ExtensionError unless it returns one loss per token.
+    """
     if not registry.is_registered("loss", name):
         return None
     function = registry.find("loss", name)
-    return lambda logits, labels: function(logits, labels, settings)
+
+    def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+        losses: Tensor = function(logits, labels, settings)
+        shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+        if shape != (len(labels),):
+            raise ExtensionError(
+                f"the loss {name!r} returns {shape} for logits {tuple(logits.shape)}. Expected the "
+                f"loss of each token, ({len(labels)},): do not reduce it"
+            )
+        return losses
+
+    return token_loss
 
 
 @dataclass(frozen=True)

@@ -51,8 +51,11 @@ def test_the_example_trains_and_generates(tmp_path: Path) -> None:
     manifest = json.loads((tmp_path / "outputs/checkpoint/step-4/manifest.json").read_text())
     assert manifest["extensions"].keys() == set(KINDS)
 
-    text = titan("titan check run.toml --help", tmp_path).stdout
-    assert '"SignMomentum"' in text and "--my_section.momentum" in text
+    custom_import = "--experimental.custom_import my_extensions.py"
+    assert '"SignMomentum"' in titan(f"titan help optimizer.name {custom_import}", tmp_path).stdout
+    assert (
+        "--my_section.momentum" in titan(f"titan help my_section {custom_import}", tmp_path).stdout
+    )
 
     generate = generate.replace("step-200", "step-4")
     process = titan(f"{generate} --num-tokens 2", tmp_path)

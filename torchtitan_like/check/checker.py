@@ -17,7 +17,6 @@ from torchtitan_like.check.environment import (
     check_nccl,
     check_torch,
 )
-from torchtitan_like.check.extensions import check_extensions
 from torchtitan_like.check.host_memory import check_host_memory
 from torchtitan_like.check.model import (
     check_attention,
@@ -177,7 +176,6 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_datasets(run.config)
     yield from check_folders(run.config)
     yield from check_initial_checkpoint(run.config)
-    yield from check_extensions(run)
 
 
 def _settle(problem: Problem, training: bool) -> Problem:

@@ -19,6 +19,7 @@ from torchtitan_like.util.suggestions import did_you_mean
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_training import DataSource
+    from torchtitan_like.extensions.protocols import Settings
 
 
 MIXTURE_SETTINGS = ("weight", "weight_from", "max_epochs")
@@ -40,7 +41,10 @@ def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Prob
         return
     for name, source in sources.items():
         key = f"{table}.{name}"
-        yield from _check_files(f"{key}.path", source.path, source.format, (f"{key}.format",))
+        if registry.is_registered("data_source", source.format):
+            yield from _check_user_source(key, source, config.extra_sections)
+        else:
+            yield from _check_files(f"{key}.path", source.path, source.format, (f"{key}.format",))
         yield from _check_effect(config, key, source, section)
     for key in (f"{section}.dataset", f"{section}.dataset_path"):
         if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
@@ -100,6 +104,20 @@ def _check_effect(
             yield _no_effect(setting.key, reason)
 
 
+def _check_user_source(key: str, source: DataSource, settings: Settings) -> Iterator[Problem]:
+    """Open a data source of user code, which reads no documents yet."""
+    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.text.user_documents import UserDocuments
+
+    try:
+        documents = UserDocuments(source.format, source.path, settings)
+    except DataError as error:
+        yield Problem(f"{key}.format", None, f"a data source that can be opened; {error}")
+        return
+    if not len(documents):
+        yield Problem(f"{key}.format", None, f"at least one document; {documents} has none")
+
+
 def _check_files(
     key: str, path: str, format_name: str = "auto", involves: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
@@ -108,8 +126,6 @@ def _check_files(
     from torchtitan_like.data.text.documents import find_corpus
     from torchtitan_like.data.text.hub import PREFIX, check_name
 
-    if registry.is_registered("data_source", format_name):
-        return  # `extensions.check_extensions` opens it
     is_tokens = format_name == "tokens"
     if path.startswith(PREFIX):
         if is_tokens:

@@ -40,6 +40,7 @@ def build_optimizer(
             f"{'; '.join(problems)}. Expected an optimizer over the given groups, with its whole "
             "state: correct its constructor"
         )
+    _check_first_step(name, optimizer)
     return optimizer  # type: ignore[no-any-return]
 
 
@@ -76,51 +77,27 @@ def _state_problem(parameter: Any, value: Any) -> str:
     return ""
 
 
-def try_optimizer(name: str, parameters: list[tuple[str, int]], settings: Settings) -> None:
-    """Build the optimizer over small parameters, and take two steps.
+def _check_first_step(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """Raise ExtensionError in the first `step` if it adds or replaces tensors of the state."""
+    before = _state_tensors(optimizer)
 
-    parameters: names and numbers of dimensions. Raises ExtensionError if the state changes its
-    tensors in a step, or if a skipped update changes a weight or state; and the errors of user
-    code.
-    """
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    named = [(key, torch.rand((8,) * ndim, generator=generator)) for key, ndim in parameters]
-    for _, parameter in named:
-        parameter.requires_grad_()
-    group = {"params": named, "lr": 1e-3, "peak_lr": 1e-3, "group": "", "weight_decay": 0.1}
-    optimizer: Any = build_optimizer(name, [group], settings)
-    tensors = _tensors(optimizer, named)
-    for skip in (0.0, 1.0):
-        for _, parameter in named:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        before = {key: tensor.detach().clone() for key, tensor in tensors.items()}
-        if hasattr(optimizer, "gated_step"):
-            optimizer.gated_step(torch.tensor(skip))
-        elif not skip:
-            optimizer.step()
-        after = _tensors(optimizer, named)
-        if new := [key for key, tensor in after.items() if tensor is not tensors.get(key)]:
+    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        handle.remove()
+        if new := _state_tensors(optimizer).keys() - before.keys():
+            keys = sorted({key for _, key, _ in new})
             raise ExtensionError(
-                f"the optimizer {name!r} replaces or adds {', '.join(new[:3])} in a step. Expected "
-                "tensors that exist after building and are updated in place, because a checkpoint "
-                "is loaded into them: create them in the constructor"
-            )
-        if skip and any(not torch.equal(before[key], after[key]) for key in before):
-            raise ExtensionError(
-                f"gated_step of the optimizer {name!r} changes weights or state with skip = 1. "
-                "Expected equal bits: write with optim.gated.assign"
+                f"the optimizer {name!r} replaces or adds the state {', '.join(keys)} in a step. "
+                "Expected tensors that exist after building and are updated in place, because a "
+                "checkpoint is loaded into them: create them in the constructor"
             )
 
+    handle = optimizer.register_step_post_hook(check)
 
-def _tensors(
-    optimizer: torch.optim.Optimizer, named: list[tuple[str, Tensor]]
-) -> dict[str, Tensor]:
-    """Return the weights and states by name."""
-    states = {
-        f"the state {state!r} of {key}": tensor
-        for key, parameter in named
-        for state, tensor in optimizer.state.get(parameter, {}).items()
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> dict[tuple[Tensor, str, int], Tensor]:
+    """Return the tensors of the state by parameter, key and identity."""
+    return {
+        (parameter, key, id(value)): value
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
     }
-    return {f"the weight {key}": parameter for key, parameter in named} | states

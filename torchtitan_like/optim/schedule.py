@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torchtitan_like.extensions.optimizers import ExtensionError
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.util import registry
 
@@ -83,8 +84,15 @@ class RegisteredSchedule:
         return {"name": self.name, "horizon": self.horizon}
 
     def factor(self, step: int) -> float:
-        """Return the multiplier of step `step` >= 1."""
-        return float(registry.find("lr_schedule", self.name)(step, self.horizon, self.settings))
+        """Return the multiplier of step `step` >= 1. Raises ExtensionError for an invalid one."""
+        factor = registry.find("lr_schedule", self.name)(step, self.horizon, self.settings)
+        is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
+        if not is_number or not math.isfinite(factor) or factor < 0:
+            raise ExtensionError(
+                f"the learning-rate schedule {self.name!r} returns {factor!r} for step {step:,} of "
+                f"{self.horizon:,}. Expected a finite number >= 0: correct it"
+            )
+        return float(factor)
 
 
 def build_schedule(

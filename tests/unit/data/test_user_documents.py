@@ -14,8 +14,9 @@ import pytest
 from tests.harness.extensions import extensions_removed
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.text.formats import BadResult
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.data.text.user_documents import UserDocuments
+from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor
 from torchtitan_like.extensions import register
 
 RECORDS = [
@@ -80,6 +81,12 @@ def test_each_trained_token_is_a_label_once(
     assert tokenizer.eos_id is not None
     expected[tokenizer.eos_id] += len(texts)  # EOS follows an answer
     assert labels == expected and num_valid == labels.total()
+
+
+def test_another_result_of_a_processor_is_refused() -> None:
+    register("sample_processor", "number")(lambda record, settings: 3)
+    with pytest.raises(BadResult, match="returned 3, expected text or pairs"):
+        UserProcessor("number", {})({"text": ""})
 
 
 class Lines:

@@ -414,12 +414,6 @@ def bad_document(corpus: Corpus, piece: Iterable[Span], number: int, problem: st
         return BadRecord(span.file, "row", table.rows_before(span.start) + number + 1, problem)
 
 
-def first_document(corpus: Corpus) -> Document | BadRecord | None:
-    """Return the first document of the first file; None if it has none. Raises as `read_piece`."""
-    spans = _spans(corpus, corpus.files[0])
-    return next(read_piece(corpus, islice(spans, 1)), None)
-
-
 def _documents(corpus: Corpus, span: Span) -> Iterator[Document | BadRecord]:
     if corpus.documents is not None:
         return _user_texts(corpus, corpus.documents, span)
