@@ -21,6 +21,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
+from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.workers import describe_core_shortage
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
@@ -225,15 +226,25 @@ def look_for_device(config: JobConfig) -> DeviceType:
 
 
 @contextmanager
-def open_trainer(argv: list[str], group: dist.ProcessGroup | None = None) -> Iterator[Trainer]:
-    """Build a trainer for a loop of your own; close it and its files at the end.
+def open_run(
+    config_file: str | Path,
+    *settings: str,
+    group: dist.ProcessGroup | None = None,
+    **values: object,
+) -> Iterator[Trainer]:
+    """Build the trainer of a run for a notebook, a script or your own loop; close it at the end.
 
     A collective of the ranks that train. It loads the checkpoint or the weights that the settings
-    name. docs/guides/library.md has an example.
+    name. docs/guides/library.md has examples.
 
-    argv: settings such as `["--job.config_file", "X.toml"]`. group: of the ranks that train, if the
-    default group has others too. Raises ConfigError and the errors of `Trainer`.
+    settings: such as "optimizer.lr=1e-3". group: of the ranks that train, if the default group has
+    others too. values: by key, `steps=50`: a key of [training], or of only one section. Raises
+    ConfigError and the errors of `Trainer`.
     """
+    init_logger()
+    argv = [f"--job.config_file={config_file}"]
+    argv += [text if text.startswith("--") or "=" not in text else f"--{text}" for text in settings]
+    argv += [f"--{full_key(name)}={_setting_text(value)}" for name, value in values.items()]
     launched = launched_as()
     if group is not None:
         launched = LaunchedAs(dist.get_rank(group), launched.local_rank, group.size())
@@ -248,6 +259,26 @@ def open_trainer(argv: list[str], group: dist.ProcessGroup | None = None) -> Ite
         trainer = trainer_class(run, world, checkpointer, starts, Requests(), RankPosition())
         resources.callback(trainer.close)
         yield trainer
+
+
+def full_key(name: str) -> str:
+    """Return "training.steps" for "steps". Raises ValueError if several other sections have it."""
+    keys = [setting.key for setting in all_settings() if setting.path[-1] == name]
+    if "." in name or f"training.{name}" in keys:
+        return name if "." in name else f"training.{name}"
+    if len(keys) > 1:
+        raise ValueError(
+            f'Several sections have the key "{name}": {", ".join(keys)}. Expected a key of one '
+            f'section. Write the setting as text: "{keys[0]}=VALUE"'
+        )
+    return keys[0] if keys else name
+
+
+def _setting_text(value: object) -> str:
+    """Return a value as the command line writes it."""
+    if isinstance(value, (list, tuple)):
+        return ",".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def build_world(run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:

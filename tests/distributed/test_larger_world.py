@@ -15,7 +15,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_in_new_processes, run_ranks
 from tests.harness.runner import trainer_environment
 from torchtitan_like.inference.generation import Sampling, generate
-from torchtitan_like.run import open_trainer
+from torchtitan_like.run import open_run
 
 STEPS = 3
 # With sequence parallelism, `generate` would need prompts of an even length.
@@ -30,7 +30,7 @@ ALL_REDUCES = 50
 def train(argv, group=None):
     """Train, and generate after each step. Return losses, norms and tokens."""
     numbers = []
-    with open_trainer(argv, group) as trainer:
+    with open_run("debug_model.toml", *argv, group=group) as trainer:
         for step in range(1, STEPS + 1):
             inputs = trainer.fetch(step)
             record = trainer.train_step(step, inputs, inputs.agreement.wait())

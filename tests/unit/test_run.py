@@ -1,5 +1,6 @@
 """Configuration and device of a process before its run."""
 
+import json
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 from torchtitan_like import run
 from torchtitan_like.check import load_checked
-from torchtitan_like.run import look_for_device, read_run
+from torchtitan_like.run import full_key, look_for_device, read_run
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,35 @@ def test_a_rank_parses_its_arguments_and_reads_its_file_once(tmp_path: Path) -> 
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert sorted((tmp_path / "counts").read_text().split()) == ["parsed", "read"]
+
+
+USE_THE_LIBRARY = """
+import sys
+import torchtitan_like
+
+assert "torch" not in sys.modules
+for folder in ("first", "second"):
+    with torchtitan_like.open_run(
+        "debug_model.toml", "validation.enable=false", "checkpoint.enable=false",
+        steps=2, local_batch_size=1, seq_len=32, dump_folder=folder,
+    ) as trainer:
+        assert isinstance(trainer, torchtitan_like.Trainer)
+        trainer.train()
+        assert trainer.progress.step == 2
+"""
+
+
+def test_two_runs_train_in_one_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", USE_THE_LIBRARY]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("first", "second")]
+    losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in rows]
+    assert losses[0] == losses[1] != []
+
+
+def test_a_keyword_is_a_key_of_training_or_of_one_section() -> None:
+    assert full_key("steps") == "training.steps"
+    assert full_key("dump_folder") == "job.dump_folder"
+    with pytest.raises(ValueError, match=r'Several sections have the key "enable"'):
+        full_key("enable")
