@@ -66,7 +66,7 @@ def observe(watch: Stopwatch, trainer: Trainer) -> None:
     for part, function in (("count", balance._CountInBackward), ("losses", balance._RouterLosses)):
         kind: Any = function
         kind.backward = staticmethod(watch.timed(part, kind.backward))
-    balancer: Any = trainer.balancer
+    balancer: Any = trainer.optim.balancer
     balancer.prepare = watch.timed("update", balancer.prepare)
     balancer.update = watch.timed("update", balancer.update)
     driver: Any = trainer

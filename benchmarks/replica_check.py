@@ -64,13 +64,13 @@ def main() -> None:
                 torch.cuda.synchronize()
 
         step_times = median_seconds(step, options.steps)
-        replicas = Replicas(1, world, trainer.optimizer.named)
+        replicas = Replicas(1, world, trainer.optim.optimizer.named)
         check_times = median_seconds(lambda: replicas.check(1), options.steps)
         trainer.close()
         checkpointer.close()
         world.leave()
     if launched.rank == 0:
-        num = sum(p.numel() for _, p in trainer.optimizer.named)
+        num = sum(p.numel() for _, p in trainer.optim.optimizer.named)
         print(f"{num:,} parameters, {launched.world_size} ranks")
         for name, step_s, check_s in zip(("CPU", "wall"), step_times, check_times, strict=True):
             share = check_s / options.freq / step_s

@@ -112,12 +112,12 @@ def run_trainer(case: Case, launched_at: float, folder: str) -> None:
     from torchtitan_like import run, train
 
     clock, modules = Clock(), 0
-    build_optimizer = train.build_optimizer
+    build_optimization = train.build_optimization
 
     def count_modules(*args, **kwargs):  # type: ignore[no-untyped-def]
         nonlocal modules
         modules = len(sys.modules)
-        return build_optimizer(*args, **kwargs)
+        return build_optimization(*args, **kwargs)
 
     class TimedTrainer(train.Trainer):
         def train_step(self, *args, **kwargs):  # type: ignore[no-untyped-def]
@@ -128,7 +128,7 @@ def run_trainer(case: Case, launched_at: float, folder: str) -> None:
             clock.read()
             return super()._finish(*args, **kwargs)
 
-    train.build_optimizer = count_modules
+    train.build_optimization = count_modules
     run.Trainer = TimedTrainer  # type: ignore[misc]
     code = run.main(settings(case, folder))
     assert code == 0, code

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,20 +37,19 @@ from torchtitan_like.monitor.row_files import RowFiles
 from torchtitan_like.monitor.rows import RowCollector
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
-from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
-from torchtitan_like.optim.optimizer import Optimizer, Surroundings
-from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule, build_schedule
+from torchtitan_like.optim.optimization import Optimization
+from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
+from torchtitan_like.optim.schedule import build_schedule
 from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
-    from torchtitan_like.config.sections_scale import Parallelism
-    from torchtitan_like.config.sections_training import EMA, Model
+    from torchtitan_like.config.sections_training import Model
     from torchtitan_like.resolved import Run
 
 
@@ -218,17 +217,11 @@ def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
     return token_loss
 
 
-@dataclass(frozen=True)
-class OptimizerParts:
-    """The optimizer, its schedule, and the function of float8 after each update (or None)."""
+def build_optimization(run: Run, parts: nn.ModuleList, world: World, seed: int) -> Optimization:
+    """Build the optimizer over all parameters of this rank's parts, and what belongs to it.
 
-    optimizer: Optimizer
-    schedule: Schedule | RegisteredSchedule
-    after_update: Callable[[], None] | None
-
-
-def build_optimizer(run: Run, parts: nn.ModuleList, world: World, seed: int) -> OptimizerParts:
-    """Build the optimizer over all parameters of this rank's parts, and its schedule."""
+    A collective with pipeline parallelism.
+    """
     config = run.config
     settings = config.extra_sections
     schedule = build_schedule(config.lr_scheduler, config.training.steps, settings)
@@ -241,28 +234,16 @@ def build_optimizer(run: Run, parts: nn.ModuleList, world: World, seed: int) -> 
         seed,
         settings,
     )
-    optimizer = optimizers.build_optimizer(named, config.optimizer, surroundings, world.all_ranks)
+    optimizer = build_optimizer(named, config.optimizer, surroundings, world.all_ranks)
+    ema = AveragedWeights(optimizer.named, config.ema) if config.ema.enable else None
+    sequence_parallel = config.parallelism.enable_sequence_parallel
+    balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)
     after_update = None
     if FLOAT8 in config.model.converters:
         after_update = after_optimizer_step(parts, config.quantize.linear.float8)
-    return OptimizerParts(optimizer, schedule, after_update)
-
-
-def build_ema(section: EMA, optimizer: Optimizer) -> AveragedWeights | None:
-    """Build the average of the optimizer's parameters; None if it is disabled."""
-    return AveragedWeights(optimizer.named, section) if section.enable else None
-
-
-def build_balancer(
-    parts: nn.ModuleList, world: World, parallelism: Parallelism
-) -> ExpertBalancer | None:
-    """Build the `ExpertBalancer`; None for a dense model.
-
-    A collective with pipeline parallelism.
-    """
-    sequence_parallel = parallelism.enable_sequence_parallel
-    balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)
-    return balancer if balancer.layers else None
+    return Optimization(
+        optimizer, schedule, ema, balancer if balancer.layers else None, after_update
+    )
 
 
 # ---- metrics

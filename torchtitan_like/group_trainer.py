@@ -55,7 +55,7 @@ class GroupTrainer(Trainer):
         section = self.config.fault_tolerance
         if section.semi_sync_method is not None:
             fragments = model_fragments(section, self.run.spec, self.run.args)
-            self.method = build_semi_sync(self.optimizer.named, section, fragments)
+            self.method = build_semi_sync(self.optim.optimizer.named, section, fragments)
         quorum = Quorum(
             os.environ[LIGHTHOUSE],
             f"torchtitan_ft_{section.replica_id}",
@@ -127,7 +127,7 @@ class GroupTrainer(Trainer):
         return self.groups.exchange(local)
 
     def _reduce(self, losses: Losses) -> Losses:
-        return self.groups.reduce(self.optimizer.local_gradients, losses)
+        return self.groups.reduce(self.optim.optimizer.local_gradients, losses)
 
     def _finish_group_step(self) -> None:
         self._count_tokens(self.groups.finish_step(self._trained()))
@@ -175,8 +175,7 @@ class GroupTrainer(Trainer):
         self.progress = Progress(state["step"], state["n_tokens_seen"], *position)
         self.update_gate = self._make_update_gate(state["numbers"])
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        if self.after_update is not None:
-            self.after_update()
+        self.optim.refresh()
         logger.info(
             f"Received the state after step {self.progress.step} from another replica group. This "
             f"group continues at sample {self.progress.position:,}"

@@ -12,8 +12,8 @@ import math
 import os
 import reprlib
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -271,9 +271,15 @@ def _train_to(trainer: Trainer, last: int) -> Replay:
         )
     bad_values = _bad_parameters(trainer, lambda parameter: parameter)
     bad_gradients: list[str] = []
-    _inspect_before_clipping(
-        trainer, lambda: bad_gradients.extend(_bad_parameters(trainer, lambda p: p.grad))
-    )
+
+    @contextmanager
+    def inspect_gradients() -> Iterator[None]:
+        """Clipping by a non-finite norm spoils all gradients, so inspect them before it."""
+        trainer.step_runner.updating = nullcontext
+        bad_gradients.extend(_bad_parameters(trainer, lambda p: p.grad))
+        yield
+
+    trainer.step_runner.updating = inspect_gradients
     agreement = fetched.agreement.wait()
     record = trainer.train_step(last, fetched, agreement)
     loss = record.loss_share.item()
@@ -287,7 +293,7 @@ def _train_to(trainer: Trainer, last: int) -> Replay:
         grad_norm=grad_norm,
         data_digest=f"{record.data_digest:016x}",
         first_module=first_module,
-        num_parameters=len(trainer.optimizer.named),
+        num_parameters=len(trainer.optim.optimizer.named),
         bad_gradients=bad_gradients,
         bad_values=bad_values,
     )
@@ -308,24 +314,12 @@ def _first_module(trainer: Trainer, fetched: StepInput, agreement: StepAgreement
     return None
 
 
-def _inspect_before_clipping(trainer: Trainer, inspect: Callable[[], None]) -> None:
-    """Call `inspect` once, before clipping. Clipping by a non-finite norm spoils all gradients."""
-    clip = trainer.optimizer.clip_gradients
-
-    def inspect_and_clip(max_norm: float) -> torch.Tensor:
-        trainer.optimizer.clip_gradients = clip  # type: ignore[method-assign]
-        inspect()
-        return clip(max_norm)
-
-    trainer.optimizer.clip_gradients = inspect_and_clip  # type: ignore[method-assign]
-
-
 def _bad_parameters(
     trainer: Trainer, tensor_of: Callable[[torch.Tensor], torch.Tensor | None]
 ) -> list[str]:
     """Return the names of parameters whose `tensor_of` has an inf or nan."""
     names = []
-    for name, parameter in trainer.optimizer.named:
+    for name, parameter in trainer.optim.optimizer.named:
         tensor = tensor_of(parameter)
         if tensor is not None and not local_shard(tensor).isfinite().all():
             names.append(name)

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 
-from torchtitan_like.build import OptimizerParts
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device
@@ -19,9 +19,8 @@ from torchtitan_like.distributed.parallelize import Built
 from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed, Tokens
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
-from torchtitan_like.optim.balancing import ExpertBalancer
-from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import sum_by_source
+from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.resilience.gradient_check import GradientCheck
 
 
@@ -48,20 +47,17 @@ class StepRunner:
     """The parts of a rank that a step uses, and the order in which it uses them.
 
     gate: decides from the gradient norm whether to skip the update; see `UpdateGate.gate`.
-    ema: the average of the weights; None without one.
-    balancer: None for a dense model.
     num_sources: of the data whose losses are wanted separately; 0: none.
     on_micro_batch: is called with the number of each micro-batch before its forward.
     order_updates: is called before weights change; see `Checkpointer.order_updates`.
     gradient_check: None if no gradients are computed twice.
+    updating: is entered around clipping, and again around the update of weights and averages.
     """
 
     world: World
     seed: int
     model: Built
-    optimization: OptimizerParts
-    ema: AveragedWeights | None
-    balancer: ExpertBalancer | None
+    optim: Optimization
     gradient_sync: GradientSync
     feed: Feed
     gate: Callable[..., torch.Tensor]
@@ -70,6 +66,7 @@ class StepRunner:
     on_micro_batch: Callable[[int], None]
     order_updates: Callable[[], None]
     gradient_check: GradientCheck | None = None
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def compute_gradients(
         self, step: int, batch: Batch, num_valid: int, *, num_tokens: int
@@ -80,15 +77,12 @@ class StepRunner:
         num_tokens: of the step on all ranks.
         Returns the losses, and the batch on the host as this rank has used it.
         """
-        optimizer = self.optimization.optimizer
-        optimizer.scale_lr(self.optimization.schedule.factor(step))
-        optimizer.zero_grad()
+        optimizer = self.optim.optimizer
+        self.optim.prepare(step, num_tokens)
         if not optimizer.is_atomic:  # the backward updates
             self.order_updates()
             if num_valid == 0:
                 optimizer.step(skip=torch.ones((), device=self.world.device))
-        if self.balancer is not None:
-            self.balancer.prepare(num_tokens)
         local = self.feed.shard(batch)
         num_valid = max(1, num_valid)
         check = self.gradient_check
@@ -100,9 +94,7 @@ class StepRunner:
         for _ in range(check.num_passes(step) - is_one_pass):
             self._run_micro_batches(first, local, num_valid)
             check.add_pass()
-            optimizer.zero_grad()
-            if self.balancer is not None:
-                self.balancer.forget_choices()
+            self.optim.forget_pass()
         losses = self._run_micro_batches(batch, local, num_valid)
         if is_one_pass:
             check.add_pass()
@@ -114,20 +106,18 @@ class StepRunner:
         num_valid: see `compute_gradients`. is_logged: the step's metrics of experts are read.
         is_trusted: False if the gradients are known to be wrong, which skips the update.
         """
-        optimizer = self.optimization.optimizer
-        grad_norm = optimizer.clip_gradients(self.max_norm)
+        optimizer = self.optim.optimizer
+        with self.updating():
+            grad_norm = optimizer.clip_gradients(self.max_norm)
         decision = self.gate(grad_norm, has_labels=num_valid > 0)
         # Without labels, momentum and weight decay alone would move the weights.
         skip = decision if num_valid and is_trusted else torch.ones_like(decision)
         self.order_updates()
-        # Updates in the backward have been skipped; here they learn of the next steps.
-        optimizer.step(skip=skip if optimizer.is_atomic else decision)
-        if self.ema is not None:
-            self.ema.update(skip)
-        if self.balancer is not None:
-            self.balancer.update(skip, is_logged=is_logged)
-        if self.optimization.after_update is not None:
-            self.optimization.after_update()
+        with self.updating():
+            # Updates in the backward have been skipped; here they learn of the next steps.
+            optimizer.step(skip=skip if optimizer.is_atomic else decision)
+            self.optim.update_averages(skip)
+        self.optim.finish_update(skip, is_logged=is_logged)
         return Update(grad_norm, skip)
 
     def _run_micro_batches(self, batch: Batch, local: Tokens, num_valid: int) -> StepLosses:

@@ -35,12 +35,10 @@ from typing import Any
 import torch
 
 from torchtitan_like.build import (
-    build_balancer,
     build_data,
-    build_ema,
     build_metrics,
     build_model,
-    build_optimizer,
+    build_optimization,
     describe_attention,
 )
 from torchtitan_like.checkpoint.changes import (
@@ -54,7 +52,6 @@ from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_l
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import (
-    CombinedState,
     JsonState,
     ModelState,
     Progress,
@@ -97,8 +94,6 @@ from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.monitor.start_clock import StartClock
-from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
@@ -248,18 +243,12 @@ class Trainer:
                 initialize(part, run.spec.init_table(run.args), self.seed)
         self.gradient_sync = GradientSync(self.parts[0], world.dims)
 
-        # Optimizer and schedule.
-        optimization = build_optimizer(run, self.parts, world, self.seed)
-        self.optimizer = optimization.optimizer
-        for line in self.optimizer.describe():
+        # Optimizer, schedule, averages, balance of experts.
+        self.optim = build_optimization(run, self.parts, world, self.seed)
+        for line in self.optim.describe():
             logger.info(line)
-        self.schedule = optimization.schedule
-        self.after_update = optimization.after_update
-        self.ema = build_ema(config.ema, self.optimizer)
-        if self.ema is not None:
-            logger.info(self.ema.describe())
-        self.balancer = build_balancer(self.parts, world, config.parallelism)
-        layers = [] if self.balancer is None else self.balancer.layers
+        balancer = self.optim.balancer
+        layers = [] if balancer is None else balancer.layers
         self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
         if config.debug.moe_force_load_balance:
             choose_in_turn(self.parts)
@@ -276,7 +265,7 @@ class Trainer:
             run_config=masked_config,
         )
         self.replicas = Replicas(
-            config.resilience.replica_check_freq, world, self._replicated(), self.start.step
+            config.resilience.replica_check_freq, world, self.optim.replicated(), self.start.step
         )
         self.switches = Switches(self.attempt.run, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
@@ -298,10 +287,9 @@ class Trainer:
             differences = [*self.differences, *(f"data: {name}" for name in self.batches.changes)]
             line = resume_line(self._stored("numeric"), self.numeric, differences)
             logger.info(f"Resume: {line}")
-        if self.after_update is not None:
-            self.after_update()
-        if self.ema is not None and EMA_KEY not in loaded:
-            self.ema.start()
+        self.optim.refresh()
+        if self.optim.ema is not None and EMA_KEY not in loaded:
+            self.optim.ema.start()
             logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
@@ -312,11 +300,11 @@ class Trainer:
         self.update_gate = self._make_update_gate(self._stored("numbers") or {})
         self.replay_bundles = self._observe_rows() if self.is_leader else None
         self.gradient_check: GradientCheck | None = None
-        if self.optimizer.is_atomic:
+        if self.optim.optimizer.is_atomic:
             self.gradient_check = GradientCheck(
                 config.resilience.verify_gradients_freq,
                 world.step_group,
-                self.optimizer.named,
+                self.optim.optimizer.named,
                 first_step=self.progress.step + 1,
                 measures=world.device.type == "cuda",
             )
@@ -324,9 +312,7 @@ class Trainer:
             world,
             self.seed,
             model,
-            optimization,
-            self.ema,
-            self.balancer,
+            self.optim,
             self.gradient_sync,
             self.feed,
             self._gate,
@@ -423,13 +409,15 @@ class Trainer:
         peak_lr = self.config.optimizer.lr
         states: dict[str, Stateful] = {
             "model": ModelState(self.parts),
-            "optimizer": self._optimizer_state(),
-            "lr_scheduler": SavedSchedule(self.schedule, lambda: self.start.step + 1, peak_lr),
+            "optimizer": self.optim,
+            "lr_scheduler": SavedSchedule(
+                self.optim.schedule, lambda: self.start.step + 1, peak_lr
+            ),
             "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
         }
-        if self.ema is not None:
-            states[EMA_KEY] = self.ema
+        if self.optim.ema is not None:
+            states[EMA_KEY] = self.optim.ema
         return states
 
     def _data_state(self) -> dict[str, Any]:
@@ -481,24 +469,13 @@ class Trainer:
 
     def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
         """Build the gate. With CPU offload, the weights and the gate are on the host."""
-        device, section = self.optimizer.parameters[0].device, self.config.resilience
+        device, section = self.optim.optimizer.parameters[0].device, self.config.resilience
         can_hold = holds_high_norms(
             section,
-            has_experts=self.balancer is not None,
-            is_atomic=self.optimizer.is_atomic,
+            has_experts=self.optim.balancer is not None,
+            is_atomic=self.optim.optimizer.is_atomic,
         )
         return UpdateGate(section, device, self.progress, state, can_hold=can_hold)
-
-    def _replicated(self) -> list[tuple[str, torch.Tensor]]:
-        """Return the weights, their averages, and the state that balances experts, by name."""
-        averages = {} if self.ema is None else self.ema.named_averages()
-        state = {} if self.balancer is None else self.balancer.named_state()
-        return [*self.optimizer.named, *averages.items(), *state.items()]
-
-    def _optimizer_state(self) -> Stateful:
-        if self.balancer is None:
-            return self.optimizer
-        return CombinedState((self.optimizer, self.balancer))
 
     def _log_initial_weights(self) -> None:
         """Log a hash of the weights that is equal on every topology. A collective."""
@@ -557,7 +534,7 @@ class Trainer:
             f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
             f"gradient accumulation steps {geometry.num_micro_batches}, "
             f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
-            f"total steps {training.steps} (warmup {self.schedule.warmup_steps})"
+            f"total steps {training.steps} (warmup {self.optim.schedule.warmup_steps})"
         )
 
     # ---- loop
@@ -687,9 +664,9 @@ class Trainer:
 
     def _expert_row(self) -> Row | None:
         """Return the metrics of the experts at a log step; None for a dense model."""
-        if self.balancer is None:
+        if self.optim.balancer is None:
             return None
-        return self.expert_metrics.row(**self.balancer.read()._asdict())
+        return self.expert_metrics.row(**self.optim.balancer.read()._asdict())
 
     def _finish_warmup(self) -> None:
         """Shorten the time-outs after the first step, which compiles. A collective."""
@@ -698,8 +675,7 @@ class Trainer:
         self.world.tighten_timeouts(timedelta(seconds=seconds))
         self.position.stall_seconds = 0.8 * seconds
         if self.is_leader:
-            averages = {} if self.ema is None else self.ema.named_averages()
-            modules = kept_bytes(self.optimizer, averages)
+            modules = self.optim.kept_bytes()
             self.attempt.event(MODULES_EVENT, step=self.progress.step, modules=modules)
         if self.activation_offload is not None:
             self._log_activation_offload(self.activation_offload)
@@ -772,8 +748,8 @@ class Trainer:
             loss_by_source=total.loss_by_source,
             grad_norm=update.grad_norm,
             skipped=update.skip,
-            lr=self.optimizer.lr,
-            group_lr=self.optimizer.group_lr,
+            lr=self.optim.optimizer.lr,
+            group_lr=self.optim.optimizer.group_lr,
             data_digest=agreement.data_digest,
             data_digest_chain=self.progress.digest_chain,
             data_loading_s=inputs.seconds,
@@ -864,8 +840,8 @@ class Trainer:
             try:
                 for name, loss in self._validation_losses():
                     self.metrics.validation(step, *loss, name)
-                if self.ema is not None and self.config.ema.validation:
-                    with self._averaged_weights(self.ema):
+                if self.optim.ema is not None and self.config.ema.validation:
+                    with self._averaged_weights():
                         for name, loss in self._validation_losses():
                             self.metrics.validation(step, *loss, f"{name}.ema" if name else "ema")
             except ValidationInterrupted:
@@ -885,17 +861,18 @@ class Trainer:
         )
 
     @contextmanager
-    def _averaged_weights(self, ema: AveragedWeights) -> Iterator[None]:
+    def _averaged_weights(self) -> Iterator[None]:
         """Give the model the averaged weights, and then its own back."""
+
+        assert self.optim.ema is not None
 
         def refresh() -> None:
             free_gathered(self.parts)
-            if self.after_update is not None:
-                self.after_update()
+            self.optim.refresh()
 
         self.checkpointer.order_updates()
         try:
-            with ema.applied():
+            with self.optim.ema.applied():
                 refresh()
                 yield
         finally:
@@ -927,7 +904,7 @@ class Trainer:
                 "numbers": self.update_gate.state_dict(),
                 **asdict(self.progress),
             }
-            if self.ema is not None:
+            if self.optim.ema is not None:
                 section = self.config.ema
                 summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
             if self.upcycled_from is not None:
@@ -992,7 +969,7 @@ class Trainer:
             stop = Request.BAD_NUMBERS
             self.progress = good
             weights = f"the weights of step {self.progress.step} are unchanged"
-            if not self.optimizer.is_atomic:
+            if not self.optim.optimizer.is_atomic:
                 weights = (
                     "some weights may have been updated before the detection, so no checkpoint is "
                     "saved"
@@ -1002,7 +979,7 @@ class Trainer:
                 "and the run stops"
             )
         self.checkpointer.wait()  # a checkpoint in progress may be of this step
-        if good is None or self.optimizer.is_atomic:
+        if good is None or self.optim.optimizer.is_atomic:
             saves = self.checkpointer.due_at_end(
                 self.progress.step, is_finished=stop is None, export_asked=export_requested
             )

@@ -162,17 +162,19 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     trace = Trace()
     shares = trainer.world.step_group.gather_objects(sum(map(weight_hash, trainer.parts)))
     trace.weight_hash = sum(shares) % 2**64
-    clip = trainer.optimizer.clip_gradients
+    clip = trainer.optim.optimizer.clip_gradients
 
     def traced_clip(max_norm: float) -> torch.Tensor:
         if mutation and mutation not in BALANCE_MUTATIONS:
             (MUTATIONS | EXPERT_MUTATIONS)[mutation](trainer)
         # Updates in backward have freed the gradients.
-        gradients = {n: full(p.grad) for n, p in trainer.optimizer.named if p.grad is not None}
+        gradients = {
+            n: full(p.grad) for n, p in trainer.optim.optimizer.named if p.grad is not None
+        }
         trace.gradients.append(of_all_stages(trainer, gradients))
         return clip(max_norm)
 
-    trainer.optimizer.clip_gradients = traced_clip
+    trainer.optim.optimizer.clip_gradients = traced_clip
     record = trainer.metrics.record
 
     def traced_record(step):
@@ -193,7 +195,7 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
     trainer.metrics.validation = traced_validation
     if mutation in BALANCE_MUTATIONS:
         BALANCE_MUTATIONS[mutation](trainer)
-    if trainer.balancer is not None:
+    if trainer.optim.balancer is not None:
         trace_experts(trainer, trace)
     if mutation == "one micro-batch dropped":
         whole_step = trainer.train_step
@@ -207,10 +209,10 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
         trainer.world.step_group.sum_async = _forgetting_rank_0(trainer)
     trainer.train()
     trace.parameters = of_all_stages(
-        trainer, {name: full(p) for name, p in trainer.optimizer.named}
+        trainer, {name: full(p) for name, p in trainer.optim.optimizer.named}
     )
-    if trainer.ema is not None:
-        averages = {name: full(a) for name, a in trainer.ema.named_averages().items()}
+    if trainer.optim.ema is not None:
+        averages = {name: full(a) for name, a in trainer.optim.ema.named_averages().items()}
         trace.averages = of_all_stages(trainer, averages)
     release(trainer)
     return trace if trainer.is_leader else None
@@ -218,12 +220,12 @@ def run_cell(argv: list[str], mutation: str = "") -> Trace | None:
 
 def trace_experts(trainer: Trainer, trace: Trace) -> None:
     """Trace each update's loads, choices of experts, and the state that balances them."""
-    update = trainer.balancer.update
+    update = trainer.optim.balancer.update
     choices = count_choices(trainer)
 
     def traced_update(skip: torch.Tensor, is_logged: bool) -> None:
         update(skip, is_logged)
-        trace.loads.append(trainer.balancer.read())
+        trace.loads.append(trainer.optim.balancer.read())
         trace.choices.append(sum_choices(trainer, choices))
         state = {
             name: buffer.numpy().copy()
@@ -233,7 +235,7 @@ def trace_experts(trainer: Trainer, trace: Trace) -> None:
         }
         trace.expert_state.append(of_all_stages(trainer, state))
 
-    trainer.balancer.update = traced_update
+    trainer.optim.balancer.update = traced_update
 
 
 CHOICE_BUCKETS = 1024
@@ -262,7 +264,7 @@ def count_choices(trainer: Trainer) -> list[torch.Tensor]:
 
 def sum_choices(trainer: Trainer, histograms: list[torch.Tensor]) -> np.ndarray:
     """Return the histograms of all layers and ranks (layers, CHOICE_BUCKETS), and reset them."""
-    balancer = trainer.balancer
+    balancer = trainer.optim.balancer
     total = torch.zeros(len(balancer.layers), CHOICE_BUCKETS, dtype=torch.int64)
     if balancer._is_counted and histograms:
         total[balancer._rows] = torch.stack(histograms)
@@ -274,7 +276,7 @@ def sum_choices(trainer: Trainer, histograms: list[torch.Tensor]) -> np.ndarray:
 
 def _scale(pattern: str, factor: float) -> Callable[[Trainer], None]:
     def mutate(trainer: Trainer) -> None:
-        parameters = [p for name, p in trainer.optimizer.named if pattern in name]
+        parameters = [p for name, p in trainer.optim.optimizer.named if pattern in name]
         assert parameters or trainer.world.dims.pp > 1, pattern  # another stage may own it
         for p in parameters:
             p.grad.mul_(factor)
@@ -290,7 +292,7 @@ def _swap_ranks(trainer: Trainer) -> None:
     """
     gradients = {
         re.sub(r"layers\.\d+", "layers", name): _local(p.grad)
-        for name, p in trainer.optimizer.named
+        for name, p in trainer.optim.optimizer.named
     }
     peer_gradients = trainer.world.step_group.gather_objects(gradients)[trainer.world.rank ^ 1]
     common = [
@@ -370,22 +372,22 @@ def _on_rank_1(change: Callable[[Trainer], None]) -> Callable[[Trainer], None]:
 
 def _skip_update(trainer: Trainer) -> None:
     """Run the collective, but keep this rank's biases unchanged."""
-    trainer.balancer._balance = lambda choices, skip: None
+    trainer.optim.balancer._balance = lambda choices, skip: None
 
 
 def _count_own_tokens(trainer: Trainer) -> None:
-    trainer.balancer._sum_over_ranks = lambda values: values
+    trainer.optim.balancer._sum_over_ranks = lambda values: values
 
 
 def _flip_signs(trainer: Trainer) -> None:
-    balance = trainer.balancer._balance
-    trainer.balancer._balance = lambda choices, skip: balance(-choices, skip)
+    balance = trainer.optim.balancer._balance
+    trainer.optim.balancer._balance = lambda choices, skip: balance(-choices, skip)
 
 
 def _scale_losses(trainer: Trainer) -> None:
     """As if each rank divided by its own tokens."""
-    prepare = trainer.balancer.prepare
-    trainer.balancer.prepare = lambda num_tokens: prepare(num_tokens // trainer.world.size)
+    prepare = trainer.optim.balancer.prepare
+    trainer.optim.balancer.prepare = lambda num_tokens: prepare(num_tokens // trainer.world.size)
 
 
 def _weigh_with_bias(trainer: Trainer) -> None:

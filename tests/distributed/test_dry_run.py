@@ -22,7 +22,6 @@ from torchtitan_like import train
 from torchtitan_like.check import load_checked
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.optim.optimizer import kept_bytes
 from torchtitan_like.plan.dry_run import record_ranks
 from torchtitan_like.plan.fake import _split_evenly
 from torchtitan_like.plan.ledger import find_peak
@@ -114,7 +113,7 @@ def record_trainer(argv: list[str]) -> Measured:
             wait_for_threads()
             recorder.recording.mark(mark)
 
-    names = ("build_model", "build_optimizer", "build_ema", "build_balancer", "UpdateGate")
+    names = ("build_model", "build_optimization", "UpdateGate")
     originals = {name: getattr(train, name) for name in names}
     marks = {"build_model": "model"}
     try:
@@ -141,8 +140,7 @@ def record_trainer(argv: list[str]) -> Measured:
                 gc.collect()  # as the dry run does
                 wait_for_threads()
             recorder.recording.mark(f"step {step}")
-        averages = {} if trainer.ema is None else trainer.ema.named_averages()
-        modules = kept_bytes(trainer.optimizer, averages)
+        modules = trainer.optim.kept_bytes()
     finally:
         parity.release(trainer)
     return measure(recorder.recording, modules)

@@ -180,7 +180,7 @@ def train_without_scores(argv, broken_step):
     router.logits = logits
     trainer.metrics.observers.append(rows.extend)
     code = trainer.train()
-    is_finite = all(local_shard(p).isfinite().all() for _, p in trainer.optimizer.named)
+    is_finite = all(local_shard(p).isfinite().all() for _, p in trainer.optim.optimizer.named)
     release(trainer)
     return code, [row["step"] for row in rows if row["skipped"]], is_finite
 

@@ -45,7 +45,7 @@ def state_at_start(argv):
     saved = json.loads(trainer.states["dataloader"].state_dict()["json"])
     fetched = trainer.fetch(trainer.progress.step + 1)
     first = min(trainer.world.step_group.gather_objects(fetched.batch.first_samples[0]))
-    adam_step = trainer.optimizer.state_dict()["state.norm.weight.step"].item()
+    adam_step = trainer.optim.optimizer.state_dict()["state.norm.weight.step"].item()
     fetched.agreement.wait()
     progress = trainer.progress
     release(trainer)

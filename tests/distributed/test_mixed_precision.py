@@ -36,10 +36,11 @@ def dtypes_of_a_step(argv):
         )
     fetched = trainer.fetch(1)
     trainer.train_step(1, fetched, fetched.agreement.wait())
-    stored = {p.dtype for p in trainer.optimizer.parameters}
-    states = {value.dtype for value in trainer.optimizer.state_dict().values()}
+    stored = {p.dtype for p in trainer.optim.optimizer.parameters}
+    states = {value.dtype for value in trainer.optim.optimizer.state_dict().values()}
     has_fp32_digits = any(
-        (p - p.bfloat16().float()).abs().max() > 0 for p in map(local, trainer.optimizer.parameters)
+        (p - p.bfloat16().float()).abs().max() > 0
+        for p in map(local, trainer.optim.optimizer.parameters)
     )
     release(trainer)
     return stored, states, computed, has_fp32_digits
@@ -80,11 +81,11 @@ def accumulated_and_summed_gradients(argv):
     batch = next(trainer.batches)
 
     def gradients(micro_batches):
-        trainer.optimizer.zero_grad()
+        trainer.optim.optimizer.zero_grad()
         for micro in micro_batches:
             trainer.gradient_sync.prepare(is_last=micro == micro_batches[-1])
             (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
-        return {name: full(p.grad) for name, p in trainer.optimizer.named}
+        return {name: full(p.grad) for name, p in trainer.optim.optimizer.named}
 
     micro_batches_of_step = list(range(trainer.run.geometry.num_micro_batches))
     accumulated = gradients(micro_batches_of_step)

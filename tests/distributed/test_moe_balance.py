@@ -191,7 +191,7 @@ def message_of_replicas(argv, name):
     trainer = build(argv)
     trainer.replicas.check(1)
     if trainer.world.rank == trainer.world.size - 1:
-        state = {**trainer.balancer.named_state(), **dict(trainer.optimizer.named)}
+        state = {**trainer.optim.balancer.named_state(), **dict(trainer.optim.optimizer.named)}
         tensor = state[f"layers.1.moe.{name}"].detach()
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         local.view(-1)[1] += 1e-3

@@ -65,7 +65,7 @@ def train_with_a_fault(argv, corrupt, corrupted_steps=(NONFINITE_STEP,)):
 
 
 def all_weights(trainer: Trainer):
-    return {name: full(p) for name, p in trainer.optimizer.named}
+    return {name: full(p) for name, p in trainer.optim.optimizer.named}
 
 
 LAYOUTS = {

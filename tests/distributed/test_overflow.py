@@ -27,7 +27,7 @@ def train(argv, corrupted=None, value=3e38, ranks=(0, 1)):
     trainer = build(argv)
     if corrupted is not None and trainer.world.rank in ranks:
         with torch.no_grad():
-            dict(trainer.optimizer.named)[corrupted].to_local().fill_(value)
+            dict(trainer.optim.optimizer.named)[corrupted].to_local().fill_(value)
     try:
         trainer.train()
     except NonFiniteError as error:

@@ -138,7 +138,7 @@ def train_with_spike(argv):
 def train_with_fault_on_last_rank(argv, target):
     """Train while the last rank corrupts its loss or a reduced gradient in BAD_STEP."""
     trainer = build(argv)
-    head, optimizer = trainer.parts[0].output, trainer.optimizer
+    head, optimizer = trainer.parts[0].output, trainer.optim.optimizer
     plain, clip = head.loss, optimizer.clip_gradients
 
     def is_hit(kind):

@@ -49,7 +49,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 def shard_hashes(trainer) -> dict[tuple, int]:
     """Return the hash of each local shard by parameter and shard index."""
     hashes = {}
-    for name, parameter in trainer.optimizer.named:
+    for name, parameter in trainer.optim.optimizer.named:
         shard = ()
         if hasattr(parameter, "placements"):
             coordinate = parameter.device_mesh.get_coordinate()
@@ -66,26 +66,26 @@ def corrupt_reduced_gradient(trainer, value: float, bad_step: int) -> None:
     """
     if trainer.world.rank != trainer.world.size - 1:
         return
-    parameter = next(p for name, p in trainer.optimizer.named if "norm" in name)
+    parameter = next(p for name, p in trainer.optim.optimizer.named if "norm" in name)
 
     def corrupt(p: torch.Tensor) -> None:
         if trainer.progress.step + 1 == bad_step:
             local(p.grad).view(-1)[0] *= value
 
-    if not trainer.optimizer.is_atomic:
+    if not trainer.optim.optimizer.is_atomic:
         parameter.register_post_accumulate_grad_hook(corrupt)
         hooks = parameter._post_accumulate_grad_hooks
         update, corruption = hooks.items()
         hooks.clear()
         hooks.update([corruption, update])  # autograd calls them in the order of insertion
         return
-    clip = trainer.optimizer.clip_gradients
+    clip = trainer.optim.optimizer.clip_gradients
 
     def corrupt_and_clip(max_norm: float) -> torch.Tensor:
         corrupt(parameter)
         return clip(max_norm)
 
-    trainer.optimizer.clip_gradients = corrupt_and_clip
+    trainer.optim.optimizer.clip_gradients = corrupt_and_clip
 
 
 def train_with_corrupt_gradient(argv, value=float("nan"), bad_step=BAD_STEP):

@@ -30,7 +30,7 @@ def run_with_flipped_bit(argv, flips, stops=False):
     def train_step(trainer, step, *args):
         record = plain(trainer, step, *args)
         if flips and step == FLIP_STEP and launched.rank == launched.world_size - 1:
-            weight = dict(trainer.optimizer.named)[PARAMETER]
+            weight = dict(trainer.optim.optimizer.named)[PARAMETER]
             local = weight.to_local() if hasattr(weight, "to_local") else weight
             local.detach().view(torch.int32).view(-1)[5] ^= 1
             if stops:

@@ -35,8 +35,8 @@ def train(argv, garbage):
     Returns the exit code, the progress, the rows and the hashes of the weights.
     """
     trainer = build(argv)
-    parameter = next(p for name, p in trainer.optimizer.named if "norm" in name)
-    clip, left, rows = trainer.optimizer.clip_gradients, dict(garbage), []
+    parameter = next(p for name, p in trainer.optim.optimizer.named if "norm" in name)
+    clip, left, rows = trainer.optim.optimizer.clip_gradients, dict(garbage), []
 
     def corrupt_and_clip(max_norm):
         step = trainer.progress.step + 1
@@ -46,7 +46,7 @@ def train(argv, garbage):
                 local(parameter.grad).view(-1)[0] = 1e5
         return clip(max_norm)
 
-    trainer.optimizer.clip_gradients = corrupt_and_clip
+    trainer.optim.optimizer.clip_gradients = corrupt_and_clip
     trainer.metrics.observers.append(rows.extend)
     code = trainer.train()
     hashes = shard_hashes(trainer)
@@ -117,8 +117,8 @@ def test_a_run_that_stops_before_the_second_run_repeats_the_step(tmp_path):
 def train_until_killed(argv, step, switch):
     """Train with garbage in `step`, during which the kill switch appears. Return code and step."""
     trainer = build(argv)
-    clip = trainer.optimizer.clip_gradients
-    parameter = trainer.optimizer.parameters[0]
+    clip = trainer.optim.optimizer.clip_gradients
+    parameter = trainer.optim.optimizer.parameters[0]
 
     def corrupt_and_clip(max_norm):
         if trainer.progress.step + 1 == step:
@@ -126,7 +126,7 @@ def train_until_killed(argv, step, switch):
             switch.touch()
         return clip(max_norm)
 
-    trainer.optimizer.clip_gradients = corrupt_and_clip
+    trainer.optim.optimizer.clip_gradients = corrupt_and_clip
     code = trainer.train()
     release(trainer)
     return code, trainer.progress.step

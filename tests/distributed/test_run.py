@@ -72,23 +72,25 @@ def test_ranks_with_different_degrees_exit_before_creating_groups(tmp_path):
 def rates_and_norms(argv):
     """Return the learning rates and the gradient norm of each optimizer update."""
     trainer = build(argv)
-    updates, step = [], trainer.optimizer.step
+    updates, step = [], trainer.optim.optimizer.step
 
     def traced(skip):
         rates = {
             group["lr"]
-            for optimizer in trainer.optimizer._optimizers
+            for optimizer in trainer.optim.optimizer._optimizers
             for group in optimizer.param_groups
         }
         updates.append(
             (
                 rates,
-                torch.stack([p.grad.norm() for p in trainer.optimizer.parameters]).norm().item(),
+                torch.stack([p.grad.norm() for p in trainer.optim.optimizer.parameters])
+                .norm()
+                .item(),
             )
         )
         step(skip)
 
-    trainer.optimizer.step = traced
+    trainer.optim.optimizer.step = traced
     trainer.train()
     release(trainer)
     return updates

@@ -79,7 +79,7 @@ def train(argv: list[str]) -> tuple[int, int]:
     position = trainer.progress.position
     steps = {
         int(value.item())
-        for name, value in trainer.optimizer.state_dict().items()
+        for name, value in trainer.optim.optimizer.state_dict().items()
         if name.endswith(".step")
     }
     trainer.train()

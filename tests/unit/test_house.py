@@ -115,7 +115,7 @@ def count_modules(*_, **__):
     print(len(sys.modules), sorted({"sympy", "torch._dynamo", "torch.distributed.tensor"} & sys.modules.keys()))
     sys.exit()
 
-train.build_optimizer = count_modules
+train.build_optimization = count_modules
 run.main(sys.argv[1:])
 """
 

@@ -7,7 +7,7 @@ JSON string per key, which is the same on every rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -51,21 +51,6 @@ class ModelState:
         for name, tensor in self.state_dict().items():
             if state_dict[name] is not tensor:
                 tensor.copy_(state_dict[name])
-
-
-@dataclass(frozen=True)
-class CombinedState:
-    """Several states under one key, without common names."""
-
-    states: Sequence[Stateful]
-
-    def state_dict(self) -> StateDict:
-        return {name: value for each in self.states for name, value in each.state_dict().items()}
-
-    def load_state_dict(self, state_dict: StateDict) -> None:
-        """Pass everything to each state, which reads its own names."""
-        for each in self.states:
-            each.load_state_dict(state_dict)
 
 
 @dataclass(frozen=True)

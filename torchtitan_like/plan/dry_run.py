@@ -8,18 +8,17 @@ import signal
 import time
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import torch
 
 from torchtitan_like.build import (
-    build_balancer,
-    build_ema,
     build_model,
-    build_optimizer,
+    build_optimization,
     model_sections,
 )
 from torchtitan_like.config import JobConfig
@@ -32,8 +31,7 @@ from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import has_experts, needs_positions
 from torchtitan_like.optim.balancing import describe_layers
-from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.optim.optimizer import Optimizer, kept_bytes
+from torchtitan_like.optim.optimizer import Optimizer
 from torchtitan_like.plan.fake import (
     DEVICE_TYPE,
     MirrorGroup,
@@ -130,17 +128,15 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
         with torch.device("meta"):  # pipeline ranks gather the experts' layers of all stages
             layers_of_others = describe_layers([spec.build(args)])
     with world.allocating(), recorder.allocating("optimizer"):
-        optimization = build_optimizer(run, model.parts, world, seed=0)
-        ema = build_ema(config.ema, optimization.optimizer)
         with step_group.gathering_from_others(layers_of_others):
-            balancer = build_balancer(model.parts, world, config.parallelism)
+            optim = build_optimization(run, model.parts, world, seed=0)
         if config.debug.moe_force_load_balance:
             choose_in_turn(model.parts)
-        gate_device = optimization.optimizer.parameters[0].device
+        gate_device = optim.optimizer.parameters[0].device
         can_hold = holds_high_norms(
             config.resilience,
-            has_experts=balancer is not None,
-            is_atomic=optimization.optimizer.is_atomic,
+            has_experts=optim.balancer is not None,
+            is_atomic=optim.optimizer.is_atomic,
         )
         gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {}, can_hold=can_hold)
         gate.start_holding()
@@ -150,9 +146,7 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
         world,
         0,
         model,
-        optimization,
-        ema,
-        balancer,
+        optim,
         GradientSync(model.parts[0], world.dims),
         Feed(world, model.context),
         gate.gate,
@@ -160,10 +154,8 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
         num_sources=num_sources,
         on_micro_batch=lambda micro: recording.micro_batches.append(len(recording.work)),
         order_updates=lambda: None,
+        updating=partial(_updating, optim.optimizer, recorder),
     )
-    _record_gradients(optimization.optimizer, recorder)
-    if ema is not None:
-        _record_average(ema, recorder)
     with world.allocating(), recorder.following(model.parts, spec.last_modules[-1:]):
         for step in range(1, num_steps + 1):
             recorder.num_muted += 1  # the data loader's memory is the host's
@@ -175,38 +167,17 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
             gate.record(step)
             gc.collect()  # what only reference cycles hold is not part of a step
             recorder.recording.mark(f"step {step}")
-    averages = {} if ema is None else ema.named_averages()
-    return kept_bytes(optimization.optimizer, averages)
+    return optim.kept_bytes()
 
 
-def _record_gradients(optimizer: Optimizer, recorder: Recorder) -> None:
+@contextmanager
+def _updating(optimizer: Optimizer, recorder: Recorder) -> Iterator[None]:
     """Let the recorder know the gradients, and when the update begins and ends."""
-    clip, update = optimizer.clip_gradients, optimizer.step
-
-    def clip_and_record(max_norm: float) -> torch.Tensor:
-        for parameter in optimizer.parameters:
-            if parameter.grad is not None:
-                recorder.assign(parameter.grad, "gradients")
-        with recorder.updating():
-            return clip(max_norm)
-
-    def update_and_record(skip: torch.Tensor) -> None:
-        with recorder.updating():
-            update(skip)
-
-    optimizer.clip_gradients = clip_and_record  # type: ignore[method-assign]
-    optimizer.step = update_and_record  # type: ignore[method-assign]
-
-
-def _record_average(ema: AveragedWeights, recorder: Recorder) -> None:
-    """Let the recorder know that the average is a part of the update."""
-    average = ema.update
-
-    def average_and_record(skip: torch.Tensor) -> None:
-        with recorder.updating():
-            average(skip)
-
-    ema.update = average_and_record  # type: ignore[method-assign]
+    for parameter in optimizer.parameters:
+        if parameter.grad is not None:
+            recorder.assign(parameter.grad, "gradients")
+    with recorder.updating():
+        yield
 
 
 def _batch(run: Run, *, with_positions: bool) -> Batch:
