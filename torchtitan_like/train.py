@@ -124,8 +124,9 @@ from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
-from torchtitan_like.util.run_directory import DATA_WAIT
+from torchtitan_like.util.run_directory import DATA_WAIT, log_file
 from torchtitan_like.util.units import GIB
 from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
 
@@ -286,7 +287,7 @@ class Trainer:
         if self.start.kind == "resume":
             differences = [*self.differences, *(f"data: {name}" for name in self.batches.changes)]
             line = resume_line(self._stored("numeric"), self.numeric, differences)
-            logger.info(f"Resume: {line}")
+            logger.info(f"Resume: {line}", extra=on_screen())
         self.optim.refresh()
         if self.optim.ema is not None and EMA_KEY not in loaded:
             self.optim.ema.start()
@@ -345,7 +346,7 @@ class Trainer:
 
         Raises ChangedError if settings that shape the run have changed.
         """
-        logger.info(str(start))
+        logger.info(str(start), extra=on_screen())
         differences = [f"{part} not loaded" for part in self.config.checkpoint.exclude_from_loading]
         stored = start.manifest or {}
         if start.kind == "resume" and start.format == "dcp":
@@ -534,8 +535,29 @@ class Trainer:
             f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
             f"gradient accumulation steps {geometry.num_micro_batches}, "
             f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
-            f"total steps {training.steps} (warmup {self.optim.schedule.warmup_steps})"
+            f"total steps {training.steps} (warmup {self.optim.schedule.warmup_steps})",
+            extra=on_screen(self._facts()),
         )
+
+    def _facts(self) -> str:
+        """Return six facts about the run, for a terminal."""
+        config, training, geometry = self.config, self.config.training, self.run.geometry
+        layout = ", ".join(f"{name} {size}" for name, size in self.world.dims.layout().items())
+        num_tokens = geometry.global_batch_size * training.seq_len
+        sources = ", ".join(self.batches.sources) or training.dataset_path or training.dataset
+        save = config.checkpoint
+        saved = f"a checkpoint every {save.interval}" if save.enable else "no checkpoints"
+        facts = {
+            "model": f"{config.model.name} {config.model.flavor}, "
+            + describe_size(self.run.spec, self.run.args),
+            "layout": f"{self.world.size} x {self.world.device.type}"
+            + (f": {layout}" if layout else ""),
+            "data": sources,
+            "batch": f"{geometry.global_batch_size} x {training.seq_len:,} = {num_tokens:,} tokens",
+            "steps": f"{self.progress.step + 1:,} to {training.steps:,}, {saved}",
+            "log": str(log_file(self.attempt.folder, self.world.rank)),
+        }
+        return "\n         ".join(f"{name:<6}  {fact}" for name, fact in facts.items())
 
     # ---- loop
 
@@ -1000,7 +1022,8 @@ class Trainer:
             self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)
         is_done = code is ExitCode.DONE
         logger.info(
-            "Training completed" if is_done else f"Training stopped: {code.reason} ({cause})"
+            "Training completed" if is_done else f"Training stopped: {code.reason} ({cause})",
+            extra=on_screen(),
         )
         return code
 

@@ -34,6 +34,7 @@ from torchtitan_like.checkpoint.probes import (
 from torchtitan_like.checkpoint.step_folders import publish, write_manifest
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import CONFIG, step_name
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class StepWriter:
                 shutil.rmtree(staged, ignore_errors=True)
             raise
         seconds = time.monotonic() - start_time
-        logger.info(f"Saved {final} ({save.form}) in {seconds:.2f} seconds")
+        logger.info(f"Saved {final} ({save.form}) in {seconds:.2f} seconds", extra=on_screen())
         if self._retention is not None:
             try:
                 on_published(save, final, seconds)

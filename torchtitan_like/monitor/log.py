@@ -1,15 +1,16 @@
-"""Configure the root logger: one format, on stdout and optionally in a file.
+"""Configure the root logger: on stdout, and optionally in a file.
 
 A line is ``[titan] 2026-03-01 12:00:00,123 - root - INFO - text``, as in TorchTitan, for log
-parsers.
+parsers. A terminal shows ``12:00:00 text`` instead. There, once the process has a log file, only
+warnings and lines with `extra=on_screen()` appear: the file has all lines.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import sys
+import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,15 +21,25 @@ LINE_FORMAT = "[titan] %(asctime)s - %(name)s - %(levelname)s - %(message)s"
 
 logger = logging.getLogger()
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _COLORS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):
-    """Writes to the current ``sys.stdout``, and flushes each line for readers of a pipe."""
+    """Writes to the current ``sys.stdout``, and flushes each line for readers of a pipe.
+
+    hides_details: True on a terminal once a log file has all lines.
+    """
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
+        self.is_terminal = sys.stdout.isatty()
+        self.hides_details = False
+        self.setFormatter(_ScreenFormatter() if self.is_terminal else _LineFormatter())
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_shown = record.levelno >= logging.WARNING or hasattr(record, "screen_text")
+        if is_shown or not self.hides_details:
+            super().emit(record)
 
     @property
     def stream(self) -> TextIO:  # type: ignore[override]
@@ -50,11 +61,13 @@ class _LineFormatter(logging.Formatter):
         return mask_text(super().format(record))
 
 
-class _PlainFormatter(_LineFormatter):
-    """Formats log lines without color codes, for files."""
+class _ScreenFormatter(logging.Formatter):
+    """Formats log lines for a terminal: the time, the level of warnings, the text for the screen."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return _ANSI.sub("", super().format(record))
+        text = getattr(record, "screen_text", "") or super().format(record)
+        level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
+        return mask_text(f"{time.strftime('%H:%M:%S')} {level}{text}")
 
 
 class _AttemptFileHandler(logging.Handler):
@@ -92,9 +105,7 @@ def init_logger() -> None:
     # kept.
     os.environ.setdefault("KINETO_LOG_LEVEL", "5")
     if not any(isinstance(handler, _StdoutHandler) for handler in logger.handlers):
-        handler = _StdoutHandler()
-        handler.setFormatter(_LineFormatter())
-        logger.addHandler(handler)
+        logger.addHandler(_StdoutHandler())
 
 
 def add_file(path: str | os.PathLike[str] | None, failures: WriteFailures | None = None) -> None:
@@ -108,8 +119,11 @@ def add_file(path: str | os.PathLike[str] | None, failures: WriteFailures | None
     if path is not None:
         failures = WriteFailures() if failures is None else failures
         file_handler = _AttemptFileHandler(Path(path), failures)
-        file_handler.setFormatter(_PlainFormatter())
+        file_handler.setFormatter(_LineFormatter())
         logger.addHandler(file_handler)
+        for stdout in logger.handlers:
+            if isinstance(stdout, _StdoutHandler):
+                stdout.hides_details = stdout.is_terminal
 
 
 def use_colors(disable_color_printing: bool, stream: Any = None) -> bool:

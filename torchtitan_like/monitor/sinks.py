@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_like.monitor.log import logger, paint, use_colors
 from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
+from torchtitan_like.util.output import on_screen
+from torchtitan_like.util.units import format_duration
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
@@ -80,28 +82,41 @@ def build_sinks(
 
 
 class Console:
-    """Writes TorchTitan's log lines."""
+    """Writes TorchTitan's log lines, and shorter ones on a terminal: at most 100 columns.
+
+    colors: of the lines on a terminal.
+    """
 
     def __init__(self, colors: bool) -> None:
         self._colors = colors
 
     def show_step(self, row: Row, memory: MemoryReading, progress: Progress) -> None:
-        mfu = row.get("mfu")
+        mfu, tps = row.get("mfu"), _format(row.get("tps"), ",.0f")
         parts = (
-            ("red", f"step: {row['step']:2}"),
-            ("green", f"loss: {_format(row['loss'], '7.4f')}"),
-            ("yellow", f"grad_norm: {row['grad_norm']:7.4f}"),
-            ("cyan", f"memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)"),
-            ("blue", f"tps: {_format(row.get('tps'), ',.0f')}"),
-            ("cyan", f"tflops: {_format(row.get('tflops'), ',.2f')}"),
-            ("magenta", f"mfu: {_format(mfu, '.2f')}{'%' if mfu is not None else ''}"),
+            f"step: {row['step']:2}",
+            f"loss: {_format(row['loss'], '7.4f')}",
+            f"grad_norm: {row['grad_norm']:7.4f}",
+            f"memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)",
+            f"tps: {tps}",
+            f"tflops: {_format(row.get('tflops'), ',.2f')}",
+            f"mfu: {_format(mfu, '.2f')}{'%' if mfu is not None else ''}",
+            f"{progress.percent:.1f}% eta {progress.eta}",
         )
-        line = "  ".join(paint(text, color, self._colors) for color, text in parts)
-        line += f"  {progress.percent:.1f}% eta {progress.eta}"
+        line = "  ".join(parts)
         if "group_lr" in row:
             group_lr = (f"{name} {lr:.3g}" for name, lr in row["group_lr"].items())
             line += f"  lr: {row['lr']:.3g} {' '.join(group_lr)}"
-        logger.info(line)
+        short = [
+            ("red", f"step {row['step']}"),
+            ("green", f"loss {_format(row['loss'], '.4f')}"),
+            ("yellow", f"grad_norm {row['grad_norm']:.3g}"),
+            ("cyan", f"{memory.gib:.1f} GiB"),
+            ("blue", f"{tps} tps"),
+            *([] if mfu is None else [("magenta", f"mfu {mfu:.0f}%")]),
+            ("cyan", f"eta {format_duration(progress.eta.total_seconds())}"),
+        ]
+        painted = (paint(text, color, self._colors) for color, text in short)
+        logger.info(line, extra=on_screen("  ".join(painted)))
 
     def show_validation(self, row: Row, memory: MemoryReading) -> None:
         dataset = f"{row['set']} " if "set" in row else ""
@@ -109,7 +124,9 @@ class Console:
         if "bits_per_byte" in row:
             line += f"  bits/byte: {row['bits_per_byte']:6.4f}"
         line += f"  memory: {memory.gib:5.2f}GiB({memory.percent:.2f}%)"
-        logger.info(f"{line}  tps: {_format(row.get('tps'), ',.0f')}")
+        short = f"validate {dataset}step {row['step']}  loss {row['loss']:.4f}"
+        tps = _format(row.get("tps"), ",.0f")
+        logger.info(f"{line}  tps: {tps}", extra=on_screen(short))
 
     def close(self) -> None:
         """Do nothing: the log stays open."""

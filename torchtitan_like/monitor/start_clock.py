@@ -8,6 +8,7 @@ from collections.abc import Callable
 from types import TracebackType
 
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.util.output import on_screen
 
 INTERVAL = 10.0  # seconds between two reports of a part that takes long
 
@@ -63,4 +64,4 @@ class StartClock:
 
     def _log(self, line: str) -> None:
         if self._is_leader:
-            logger.info(line)
+            logger.info(line, extra=on_screen())

@@ -141,3 +141,8 @@ def _discard(stream: TextIO) -> None:
     stream.flush()
     os.dup2(original, number)
     os.close(original)
+
+
+def on_screen(text: str = "") -> dict[str, str]:
+    """Return the `extra` of a log line that a terminal shows, with another text if it is given."""
+    return {"screen_text": text}

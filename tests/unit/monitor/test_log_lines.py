@@ -7,11 +7,16 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from torchtitan_like.monitor import log
+from torchtitan_like.monitor.memory import MemoryReading
+from torchtitan_like.monitor.sinks import Console
+from torchtitan_like.monitor.throughput import Progress
+from torchtitan_like.util.output import on_screen
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +56,7 @@ def test_the_log_file_has_no_colors_and_can_be_replaced(tmp_path: Path) -> None:
     log.init_logger()
     first, second = tmp_path / "logs" / "a.log", tmp_path / "b.log"
     log.add_file(first)
-    log.logger.info(log.paint("loss: 1.0", "green", True))
+    log.logger.info("loss: 1.0", extra=on_screen("\x1b[32mloss 1.0\x1b[0m"))
     log.add_file(second)
     log.logger.info("later")
     log.add_file(None)
@@ -79,6 +84,43 @@ def test_colors_only_on_a_terminal_that_supports_them(
     monkeypatch.setattr(stream, "isatty", lambda: terminal)
     assert log.use_colors(disabled, stream) is expected
     assert log.paint("x", "red", False) == "x" and log.paint("x", "red", True) == "\x1b[31mx\x1b[0m"
+
+
+def test_a_terminal_shows_short_lines_and_no_details(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    log.logger.handlers.clear()
+    log.init_logger()
+    log.logger.info("no file has this line")
+    log.add_file(path := tmp_path / "a.log")
+    log.logger.info("a detail")
+    log.logger.info("step:  1  loss:  5.0000", extra=on_screen("step 1  loss 5"))
+    log.logger.info("Training completed", extra=on_screen())
+    log.logger.warning("too hot")
+    log.add_file(None)
+    shown = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in terminal.getvalue().splitlines()]
+    assert shown == [
+        "no file has this line", "step 1  loss 5", "Training completed", "WARNING too hot"
+    ]  # fmt: skip
+    full = [line.partition(" - INFO - ")[2] for line in path.read_text().splitlines()[:3]]
+    assert full == ["a detail", "step:  1  loss:  5.0000", "Training completed"]
+
+
+def test_a_step_takes_one_line_of_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", terminal := io.StringIO())
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    log.logger.handlers.clear()
+    log.init_logger()
+    row = {"step": 1_234_567, "loss": 2.34567, "grad_norm": 0.5234, "tps": 123_456.7, "mfu": 45.67}
+    progress = Progress(12.3, timedelta(days=23, hours=12))
+    Console(colors=False).show_step(row, MemoryReading(123.4567, 99.99, {}), progress)
+    (line,) = terminal.getvalue().splitlines()
+    assert len(line) <= 100
+    assert line[9:] == (
+        "step 1234567  loss 2.3457  grad_norm 0.523  123.5 GiB  123,457 tps  mfu 46%  eta 23.5 days"
+    )
 
 
 def test_debug_lines_are_not_logged(capsys: pytest.CaptureFixture[str]) -> None:
