@@ -20,12 +20,10 @@ from typing import Any
 
 import torch
 
-from torchtitan_like.build import build_checkpointer
+from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.models.balance_rules import METHODS
 from torchtitan_like.models.layers import balance, moe
-from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.run import build_world, read_run
 from torchtitan_like.train import Trainer
 
@@ -83,7 +81,7 @@ def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, di
         world = build_world(run, launched)
         checkpointer = build_checkpointer(run, world)
         starts = checkpointer.find_start(run.config.training.steps)
-        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
+        trainer = Trainer(attach(run, world, checkpointer), starts)
         saved = (moe.count_in_backward, moe.add_router_losses, moe.sample_fractions)
         backwards = [balance._CountInBackward.backward, balance._RouterLosses.backward]
         watch = Stopwatch()

@@ -18,11 +18,9 @@ from collections.abc import Callable
 
 import torch
 
-from torchtitan_like.build import build_checkpointer
+from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.replicas import Replicas
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.run import build_world, read_run
 from torchtitan_like.train import Trainer
 
@@ -54,7 +52,7 @@ def main() -> None:
         world = build_world(run, launched)
         checkpointer = build_checkpointer(run, world)
         starts = checkpointer.find_start(run.config.training.steps)
-        trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
+        trainer = Trainer(attach(run, world, checkpointer), starts)
 
         def step() -> None:
             number = trainer.progress.step + 1

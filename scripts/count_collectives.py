@@ -143,7 +143,7 @@ def count(world: World, step: Any) -> tuple[Any, list[Row]]:
 
 def work(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run two training steps. Rank 0 writes the counts of all ranks in the second step."""
-    from torchtitan_like.build import build_checkpointer
+    from torchtitan_like.build import attach, build_checkpointer
     from torchtitan_like.run import build_world
     from torchtitan_like.train import Trainer
 
@@ -151,12 +151,8 @@ def work(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosit
     last_rows: list[Row] = []
     with closing(build_checkpointer(run, world)) as checkpointer:
         trainer: Any = Trainer(
-            run,
-            world,
-            checkpointer,
+            attach(run, world, checkpointer, requests, position),
             checkpointer.find_start(run.config.training.steps),
-            requests,
-            position,
         )
         train_step = trainer.train_step
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.row_files import RowFiles
 from torchtitan_like.monitor.rows import RowCollector
 from torchtitan_like.monitor.sinks import build_sinks
+from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
@@ -43,6 +44,9 @@ from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_ent
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
 from torchtitan_like.optim.schedule import build_schedule
+from torchtitan_like.resilience.heartbeat import RankPosition
+from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util import registry
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.shards import local_positions
@@ -50,10 +54,28 @@ from torchtitan_like.util.shards import local_positions
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_training import Model
-    from torchtitan_like.resolved import Run
 
 
-# ---- checkpointer
+# ---- the rank
+
+
+def attach(
+    run: Run,
+    world: World,
+    checkpointer: Checkpointer,
+    requests: Requests | None = None,
+    position: RankPosition | None = None,
+    clock: StartClock | None = None,
+) -> RankRun:
+    """Return the run of this rank. Without requests, position or clock it has new ones."""
+    return RankRun(
+        **{field.name: getattr(run, field.name) for field in fields(Run)},
+        world=world,
+        checkpointer=checkpointer,
+        requests=requests or Requests(),
+        position=position or RankPosition(),
+        clock=clock or StartClock(world.rank == 0),
+    )
 
 
 def build_checkpointer(run: Run, world: World) -> Checkpointer:

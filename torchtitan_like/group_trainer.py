@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import xxhash
 
+from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import Progress, Stateful
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.quorum import Quorum, SharedState
@@ -26,6 +27,7 @@ from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.optim.semi_sync import Method, build_semi_sync
 from torchtitan_like.resilience.agreement import StepAgreement
+from torchtitan_like.resolved import RankRun
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.shards import local_shard
 
@@ -36,8 +38,8 @@ class GroupTrainer(Trainer):
     groups: ReplicaGroups
     method: Method | None = None  # synchronizes weights every few steps; None: gradients at each
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, run: RankRun, starts: list[Start]) -> None:
+        super().__init__(run, starts)
         if self.method is not None and self.start.kind != "resume":
             self.method.reset()
 

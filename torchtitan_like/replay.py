@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_like.build import build_checkpointer
+from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
@@ -29,8 +29,6 @@ from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
-from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import Run
 from torchtitan_like.run import build_world, read_run
 from torchtitan_like.stored_config import custom_import_in, load_trusted
@@ -248,7 +246,7 @@ def replay_step(run: Run, bundle: Bundle) -> Replay:
     try:
         with closing(build_checkpointer(run, world)) as checkpointer:
             starts = checkpointer.find_start(run.config.training.steps)
-            trainer = Trainer(run, world, checkpointer, starts, Requests(), RankPosition())
+            trainer = Trainer(attach(run, world, checkpointer), starts)
             try:
                 return _train_to(trainer, bundle["step"])
             finally:

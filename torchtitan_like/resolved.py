@@ -9,7 +9,12 @@ from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 from torchtitan_like.models.spec import ModelSpec, get_spec, has_experts, resolve_args
 
 if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.checkpointer import Checkpointer
     from torchtitan_like.config import JobConfig
+    from torchtitan_like.distributed.world import World
+    from torchtitan_like.monitor.start_clock import StartClock
+    from torchtitan_like.resilience.heartbeat import RankPosition
+    from torchtitan_like.resilience.requests import Requests
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,21 @@ class Run:
     @property
     def flops_per_token(self) -> float:
         return self.spec.flops_per_token(self.args, self.config.training.seq_len)
+
+
+@dataclass(frozen=True)
+class RankRun(Run):
+    """A run with what one of its ranks has from the start of the process to its end.
+
+    requests: of signals and files, to save or stop. position: where the rank is, for reports of
+    errors and hangs. clock: reports how long the start takes.
+    """
+
+    world: World
+    checkpointer: Checkpointer
+    requests: Requests
+    position: RankPosition
+    clock: StartClock
 
 
 def resolve(config: JobConfig, world_size: int) -> Run:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from torchtitan_like.build import build_checkpointer
+from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.check import DeviceType, load_checked
 from torchtitan_like.check.host_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
@@ -141,8 +141,8 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
                 code = ExitCode.INTERRUPTED
             else:
                 clock = resources.enter_context(StartClock(launched.rank == 0))
-                trainer_class = trainer_of(config)
-                trainer = trainer_class(run, world, checkpointer, starts, requests, position, clock)
+                rank_run = attach(run, world, checkpointer, requests, position, clock)
+                trainer = trainer_of(config)(rank_run, starts)
                 code = trainer.train()
         except LockedError:
             raise
@@ -255,8 +255,7 @@ def open_run(
         resources.callback(world.leave)
         checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
         starts = checkpointer.find_start(config.training.steps, dump_toml(config))
-        trainer_class = trainer_of(config)
-        trainer = trainer_class(run, world, checkpointer, starts, Requests(), RankPosition())
+        trainer = trainer_of(config)(attach(run, world, checkpointer), starts)
         resources.callback(trainer.close)
         yield trainer
 

@@ -47,7 +47,6 @@ from torchtitan_like.checkpoint.changes import (
     diff_settings,
     warm_differences,
 )
-from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
@@ -80,7 +79,7 @@ from torchtitan_like.distributed.replica_groups import (
     Losses,
     common_position,
 )
-from torchtitan_like.distributed.world import PendingSum, World
+from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
 from torchtitan_like.models.layers.moe import choose_in_turn
@@ -93,12 +92,11 @@ from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
-from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
-from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
+from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,
@@ -111,14 +109,13 @@ from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
     EXIT_CODES,
     Request,
-    Requests,
     Switches,
     decode_requests,
     first_stop,
 )
 from torchtitan_like.resilience.reruns import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
-from torchtitan_like.resolved import Run
+from torchtitan_like.resolved import RankRun
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
@@ -147,21 +144,12 @@ class StepInput:
 class Trainer:
     """Builds a run from its configuration. `train` then runs its steps."""
 
-    def __init__(
-        self,
-        run: Run,
-        world: World,
-        checkpointer: Checkpointer,
-        starts: list[Start],
-        requests: Requests,
-        position: RankPosition,
-        start_clock: StartClock | None = None,
-    ) -> None:
+    def __init__(self, run: RankRun, starts: list[Start]) -> None:
         """Build all parts, and load the first undamaged start of `starts`.
 
         A collective. Raises the errors of `run.CODES` on every rank.
         """
-        self.start_clock = StartClock(world.rank == 0) if start_clock is None else start_clock
+        self.start_clock, world = run.clock, run.world
         weights = "initialize the weights" if starts[0].kind == "scratch" else "load the weights"
         config = run.config
         first_step = "compile and run step" if config.compile.enable else "run step"
@@ -171,9 +159,9 @@ class Trainer:
         self.run = run
         self.config = config
         self.world = world
-        self.checkpointer = checkpointer
-        self.requests = requests
-        self.position = position
+        self.checkpointer = run.checkpointer
+        self.requests = run.requests
+        self.position = run.position
         self.is_leader = world.rank == 0
 
         # Run directory and log file.
@@ -182,10 +170,10 @@ class Trainer:
         self.attempt = open_attempt(
             config.job, world, self.failures, config=masked_config, toml_text=dump_toml(config)
         )
-        position.attempt_folder = self.attempt.folder
+        self.position.attempt_folder = self.attempt.folder
         self.heartbeat = Heartbeat(
             self.attempt.folder,
-            position,
+            self.position,
             world.rank,
             num_ranks=world.size,
             trace=trace_file(config.comm, self.attempt.run, world.rank),
@@ -205,12 +193,12 @@ class Trainer:
         # Data. Check it against the checkpoint before building the model, which takes minutes.
         data = build_data(run, world, self.seed)
         self.batches = data.batches
-        self.batches.is_interrupted = requests.has_stop
+        self.batches.is_interrupted = self.requests.has_stop
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self._compare_warm_start()
         self.validation_sets = data.validation_sets
         for validation_set in self.validation_sets.values():
-            validation_set.is_interrupted = requests.has_stop
+            validation_set.is_interrupted = self.requests.has_stop
         self.bytes_of_token = data.bytes_of_token
         if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
             self.bytes_of_token = torch.zeros_like(data.bytes_of_token)
@@ -276,7 +264,7 @@ class Trainer:
         self.states: dict[str, Stateful] = self._states()
         loaded: list[str] = []
         if self.start.kind != "scratch":
-            loaded = checkpointer.load(starts, self.states, consider=self._fall_back)
+            loaded = self.checkpointer.load(starts, self.states, consider=self._fall_back)
             self.garbage.collect("GC collection after checkpoint loading")
         if is_new:
             self._log_initial_weights()
@@ -294,7 +282,7 @@ class Trainer:
             logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
-        checkpointer.claim(self.start, partial(self._published, self.start.step))
+        self.checkpointer.claim(self.start, partial(self._published, self.start.step))
 
         # Non-finite steps and spikes.
         self.reruns: Reruns[StepInput] = Reruns(self.attempt.event)

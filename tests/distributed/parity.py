@@ -18,15 +18,13 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_like.build import build_checkpointer
+from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import LaunchedAs, build_mesh
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
-from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.run import build_world, read_run
 from torchtitan_like.train import Trainer
 
@@ -136,12 +134,8 @@ def build(argv: list[str]) -> Trainer:
     checkpointer = build_checkpointer(run, world)
     try:
         return Trainer(
-            run,
-            world,
-            checkpointer,
+            attach(run, world, checkpointer),
             checkpointer.find_start(run.config.training.steps),
-            Requests(),
-            RankPosition(),
         )
     except BaseException:
         checkpointer.close()
