@@ -28,7 +28,7 @@ from torchtitan_like.extensions.optimizers import ExtensionError
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
-from torchtitan_like.models.layers.moe import describe_experts
+from torchtitan_like.models.layers.moe import choose_in_turn, describe_experts
 from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.memory import build_memory_monitor
@@ -119,12 +119,13 @@ class DataParts:
     bytes_of_token: Tensor
 
 
-def build_data(run: Run, world: World, seed: int) -> DataParts:
+def build_data(run: RankRun, seed: int) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
+    A request to stop interrupts their reading.
     Raises DataMismatch on every rank if the ranks read different datasets.
     """
-    config = run.config
+    config, world = run.config, run.world
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
@@ -146,7 +147,13 @@ def build_data(run: Run, world: World, seed: int) -> DataParts:
     )
     validation_sets = build_validation_sets(config.validation, config.data, **shared)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
-    return DataParts(batches, validation_sets, torch.tensor(tokenizer.num_bytes()))
+    batches.is_interrupted = run.requests.has_stop
+    for validation_set in validation_sets.values():
+        validation_set.is_interrupted = run.requests.has_stop
+    bytes_of_token = torch.tensor(tokenizer.num_bytes())
+    if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
+        bytes_of_token.zero_()
+    return DataParts(batches, validation_sets, bytes_of_token)
 
 
 # ---- model and optimizer
@@ -189,6 +196,8 @@ def build_model(run: Run, world: World, *, with_tokens: bool) -> Built:
     args = fit_positions(run.args, run.max_seq_len)
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
     dtype = DTYPES[training.mixed_precision_param]
+    if config.debug.moe_force_load_balance:
+        choose_in_turn(built.parts)
     lines = [*built.lines, *describe_experts(built.parts, dtype)]
     return built._replace(lines=lines)
 

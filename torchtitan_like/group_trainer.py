@@ -164,7 +164,7 @@ class GroupTrainer(Trainer):
             {
                 "step": trained.step,
                 "n_tokens_seen": trained.n_tokens_seen,
-                "numbers": self.update_gate.state_dict(),
+                "numbers": self.guard.update_gate.state_dict(),
                 **self.groups.state_dict(trained.position),
             }
         )
@@ -175,7 +175,7 @@ class GroupTrainer(Trainer):
         position = self.groups.load_state_dict(state)
         assert position is not None
         self.progress = Progress(state["step"], state["n_tokens_seen"], *position)
-        self.update_gate = self._make_update_gate(state["numbers"])
+        self.guard.restore(self.progress, state["numbers"])
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
         self.optim.refresh()
         logger.info(

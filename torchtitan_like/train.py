@@ -82,30 +82,26 @@ from torchtitan_like.distributed.replica_groups import (
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.moe import choose_in_turn
+from torchtitan_like.guard import Guard
 from torchtitan_like.models.spec import describe_size
 from torchtitan_like.monitor.attempt import open_attempt
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
-from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.optim.schedule import SavedSchedule
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
-from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
+from torchtitan_like.resilience.gradient_check import WrongGradientsError
 from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,
     NonFiniteStateError,
-    UpdateGate,
-    holds_high_norms,
     nonfinite_names,
 )
-from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import (
     EXIT_CODES,
     Request,
@@ -113,7 +109,6 @@ from torchtitan_like.resilience.requests import (
     decode_requests,
     first_stop,
 )
-from torchtitan_like.resilience.reruns import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resolved import RankRun
 from torchtitan_like.step import StepRunner
@@ -191,17 +186,12 @@ class Trainer:
         self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
         # Data. Check it against the checkpoint before building the model, which takes minutes.
-        data = build_data(run, world, self.seed)
+        data = build_data(run, self.seed)
         self.batches = data.batches
-        self.batches.is_interrupted = self.requests.has_stop
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
         self._compare_warm_start()
         self.validation_sets = data.validation_sets
-        for validation_set in self.validation_sets.values():
-            validation_set.is_interrupted = self.requests.has_stop
         self.bytes_of_token = data.bytes_of_token
-        if config.loss.name != "cross_entropy":  # bits per byte are of a cross-entropy
-            self.bytes_of_token = torch.zeros_like(data.bytes_of_token)
         stored_data = self._stored("data")
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
@@ -220,11 +210,6 @@ class Trainer:
         self.pipeline = model.pipeline
         self.feed = Feed(world, model.context)
         self.activation_offload = model.offload
-        self.overflow: OverflowDetector | None = None
-        if config.debug.detect_overflow:
-            self.overflow = OverflowDetector(
-                self.parts, config.debug, self.position.step_and_micro_batch
-            )
         self.start_clock.begin(weights)
         is_new = self.start.kind == "scratch" or self.start.upcycles
         if is_new or "model" in config.checkpoint.exclude_from_loading:
@@ -239,8 +224,6 @@ class Trainer:
         balancer = self.optim.balancer
         layers = [] if balancer is None else balancer.layers
         self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
-        if config.debug.moe_force_load_balance:
-            choose_in_turn(self.parts)
 
         self._connect_groups()
 
@@ -252,9 +235,6 @@ class Trainer:
             self.failures,
             sources=self.batches.sources,
             run_config=masked_config,
-        )
-        self.replicas = Replicas(
-            config.resilience.replica_check_freq, world, self.optim.replicated(), self.start.step
         )
         self.switches = Switches(self.attempt.run, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
@@ -285,18 +265,10 @@ class Trainer:
         self.checkpointer.claim(self.start, partial(self._published, self.start.step))
 
         # Non-finite steps and spikes.
-        self.reruns: Reruns[StepInput] = Reruns(self.attempt.event)
-        self.update_gate = self._make_update_gate(self._stored("numbers") or {})
+        self.guard: Guard[StepInput] = Guard(
+            run, self.parts, self.optim, self.attempt, self.progress, self._stored("numbers") or {}
+        )
         self.replay_bundles = self._observe_rows() if self.is_leader else None
-        self.gradient_check: GradientCheck | None = None
-        if self.optim.optimizer.is_atomic:
-            self.gradient_check = GradientCheck(
-                config.resilience.verify_gradients_freq,
-                world.step_group,
-                self.optim.optimizer.named,
-                first_step=self.progress.step + 1,
-                measures=world.device.type == "cuda",
-            )
         self.step_runner = StepRunner(
             world,
             self.seed,
@@ -304,12 +276,12 @@ class Trainer:
             self.optim,
             self.gradient_sync,
             self.feed,
-            self._gate,
+            self.guard.gate,
             config.training.max_norm,
             num_sources=len(self.batches.sources),
             on_micro_batch=self._move_to_micro_batch,
             order_updates=self.checkpointer.order_updates,
-            gradient_check=self.gradient_check,
+            gradient_check=self.guard.gradient_check,
         )
 
         # Metrics continue after the last row of the loaded step.
@@ -456,16 +428,6 @@ class Trainer:
         """Return True if the inputs are not the next samples of this replica group."""
         return inputs.position != self.progress.position
 
-    def _make_update_gate(self, state: dict[str, Any]) -> UpdateGate[Progress]:
-        """Build the gate. With CPU offload, the weights and the gate are on the host."""
-        device, section = self.optim.optimizer.parameters[0].device, self.config.resilience
-        can_hold = holds_high_norms(
-            section,
-            has_experts=self.optim.balancer is not None,
-            is_atomic=self.optim.optimizer.is_atomic,
-        )
-        return UpdateGate(section, device, self.progress, state, can_hold=can_hold)
-
     def _log_initial_weights(self) -> None:
         """Log a hash of the weights that is equal on every topology. A collective."""
         hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
@@ -492,7 +454,11 @@ class Trainer:
             pin_before=self.checkpointer.pin_before,
             write_bundle=replay_bundles.write_spike,
         )
-        self.metrics.observers += [replay_bundles.observe, spikes.observe, self.reruns.observe]
+        self.metrics.observers += [
+            replay_bundles.observe,
+            spikes.observe,
+            self.guard.reruns.observe,
+        ]
         settings = settings_of(self.config.model_dump(exclude_none=True), self.world.size)
         plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
         if plan is not None:
@@ -575,7 +541,7 @@ class Trainer:
             self.failures,
         )
         self.requests.defer_signals = True
-        self.update_gate.start_holding()
+        self.guard.update_gate.start_holding()
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.heartbeat.start()
         with profiling as profiler:
@@ -594,7 +560,7 @@ class Trainer:
                     step = self.progress.step
                     if held := self._forget_held():
                         self._request_again(requests)
-                        self.reruns.repeat(held, step - self.progress.step, following)
+                        self.guard.reruns.repeat(held, step - self.progress.step, following)
                         following = self.fetch(self.progress.step + 1)
                         continue
                 if stop is not None or self.is_finished:
@@ -606,7 +572,7 @@ class Trainer:
                 step = self.progress.step + 1
                 self.garbage.run(step)
                 current, following = following, self.fetch(step + 1)
-                self.reruns.keep(current)
+                self.guard.reruns.keep(current)
                 try:
                     record = self.train_step(step, current, agreement)
                 except GroupLostError:  # train on the same samples again
@@ -628,10 +594,9 @@ class Trainer:
                 is_logged, is_validated = self.metrics.due(step), self._is_validation_due(step)
                 # A held step runs again. The host waits for the device only where it does so anyway.
                 needs_host = is_logged or is_validated or bool(saves)
-                is_held = needs_host and self.update_gate.is_held()
+                is_held = needs_host and self.guard.update_gate.is_held()
                 if is_logged and not is_held:
-                    if self.overflow is not None:
-                        self.overflow.evaluate()
+                    self.guard.check_overflow()
                     self.metrics.log(step, self._expert_row())
                 if step > last_profiled:  # a step that runs again is in the profile of the next one
                     profiler.step()
@@ -642,9 +607,9 @@ class Trainer:
                 if is_held:
                     self._request_again(requests)
                     continue
-                if not saves and is_logged and self.replicas.are_due(step):
-                    self.replicas.check(step)
-                if saves and self.update_gate.last_good_progress() is None:
+                if not saves and is_logged and self.guard.replicas.are_due(step):
+                    self.guard.replicas.check(step)
+                if saves and self.guard.update_gate.last_good_progress() is None:
                     self.save(saves)
                 if is_validated:
                     self.validate(step)
@@ -657,7 +622,7 @@ class Trainer:
 
         None if updates are not held. Waits for the device.
         """
-        held = self.update_gate.release()
+        held = self.guard.update_gate.release()
         if held is not None:
             self.progress = held.progress
             self.metrics.forget_after(self.progress.step)
@@ -732,7 +697,7 @@ class Trainer:
             step, batch, num_valid, num_tokens=num_tokens
         )
         by_source = count_valid_by_source(local[1], batch.sources, len(self.batches.sources))
-        is_trusted = self._are_gradients_right(step)
+        is_trusted = self.guard.are_gradients_right(step)
         losses_of_rank = Losses(losses.loss, losses.by_source, count_valid(local[1]), by_source)
         total = self._reduce(losses_of_rank)
         update = self.step_runner.update(
@@ -745,7 +710,7 @@ class Trainer:
             position=after.position,
             digest_chain=after.digest_chain,
         )
-        self.update_gate.record(self.progress)
+        self.guard.update_gate.record(self.progress)
         return StepRecord(
             step=step,
             num_tokens=num_tokens,
@@ -766,28 +731,6 @@ class Trainer:
             position=before.position,
         )
 
-    def _are_gradients_right(self, step: int) -> bool:
-        """Compare the passes of a step whose gradients are checked. A collective of such steps.
-
-        Raises WrongGradientsError if they differ and `resilience.on_nonfinite` is "stop".
-        """
-        check = self.gradient_check
-        if check is None or not check.num_passes(step):
-            return True
-        try:
-            check.compare(step)
-        except WrongGradientsError as error:
-            if self.is_leader:
-                self.attempt.event("wrong_gradients", step=step, parameters=error.by_rank)
-            if self.config.resilience.on_nonfinite == "stop":
-                raise
-            logger.error(str(error))
-            return False
-        return True
-
-    def _gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
-        return self.update_gate.gate(grad_norm, has_labels=has_labels)
-
     def _move_to_micro_batch(self, micro: int) -> None:
         self.position.move("step", self.position.current.step, micro)
 
@@ -800,7 +743,7 @@ class Trainer:
         is_wanted = step <= self.config.training.steps
         batch = None
         try:
-            if again := self.reruns.next_input():
+            if again := self.guard.reruns.next_input():
                 batch, position = again.batch, again.position
             elif is_wanted:
                 batch = self.read_batch()
@@ -822,13 +765,12 @@ class Trainer:
     def _note_requests(self) -> None:
         """Record the requests of this rank to all ranks."""
         own = {
-            Request.BAD_NUMBERS: self.update_gate.was_frozen(),
-            Request.RUN_AGAIN: self.update_gate.was_held(),
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
             Request.WRITE_FAILED: self.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
         }
         requests = [request for request, is_wanted in own.items() if is_wanted]
+        requests += self.guard.requests()
         requests += self.limits.reached()
         requests += self.switches.read() if self.is_leader else []
         for request in requests:
@@ -902,7 +844,7 @@ class Trainer:
         self.metrics.flush(step)
         if not self.failures.continues:
             self.world.step_group.run_on_leader(self.metrics.check_written)
-        self.replicas.check(step)
+        self.guard.replicas.check(step)
         with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {
@@ -911,7 +853,7 @@ class Trainer:
                 "metrics_bytes": self.metrics.byte_offset(step),
                 "numeric": self.numeric,
                 "data": self._data_state(),
-                "numbers": self.update_gate.state_dict(),
+                "numbers": self.guard.update_gate.state_dict(),
                 **asdict(self.progress),
             }
             if self.optim.ema is not None:
@@ -967,13 +909,12 @@ class Trainer:
 
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
         """Save the state for the next start, and write the reason for the end. A collective."""
-        if self.overflow is not None:
-            self.overflow.evaluate()
+        self.guard.check_overflow()
         self._forget_held()  # the next start runs the step again
         self.metrics.flush(self.progress.step)
         if stop is Request.TERMINATE and (warning := self.limits.stop_warning()):
             logger.warning(warning)
-        good = self.update_gate.last_good_progress()
+        good = self.guard.update_gate.last_good_progress()
         if good is not None:
             # Updates were skipped since the last finite step: its weights are unchanged.
             stop = Request.BAD_NUMBERS

@@ -394,13 +394,13 @@ def _weigh_with_bias(trainer: Trainer) -> None:
 
 
 def _skip_second_update(trainer: Trainer) -> None:
-    gate, norms = trainer.update_gate.gate, []
+    gate, norms = trainer.guard.update_gate.gate, []
 
     def skip_second(grad_norm: torch.Tensor, **options) -> torch.Tensor:
         norms.append(grad_norm)
         return torch.maximum(gate(grad_norm, **options), torch.tensor(float(len(norms) == 2)))
 
-    trainer.update_gate.gate = skip_second
+    trainer.guard.update_gate.gate = skip_second
 
 
 def _own_part_of_sequence(trainer: Trainer) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from tests.distributed import parity
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like import train
+from torchtitan_like import guard, train
 from torchtitan_like.check import load_checked
 from torchtitan_like.distributed.stages import plan_stages
 from torchtitan_like.models.spec import get_spec, resolve_args
@@ -113,8 +113,8 @@ def record_trainer(argv: list[str]) -> Measured:
             wait_for_threads()
             recorder.recording.mark(mark)
 
-    names = ("build_model", "build_optimization", "UpdateGate")
-    originals = {name: getattr(train, name) for name in names}
+    module_of = {"build_model": train, "build_optimization": train, "UpdateGate": guard}
+    originals = {name: getattr(module, name) for name, module in module_of.items()}
     marks = {"build_model": "model"}
     try:
         for name, original in originals.items():
@@ -123,12 +123,12 @@ def record_trainer(argv: list[str]) -> Measured:
                 with recording(marks.get(name, "")):
                     return original(*args, **kwargs)
 
-            setattr(train, name, build)
+            setattr(module_of[name], name, build)
         trainer = parity.build(argv)
-        trainer.update_gate.start_holding()  # as in `Trainer.train`
+        trainer.guard.update_gate.start_holding()  # as in `Trainer.train`
     finally:
         for name, original in originals.items():
-            setattr(train, name, original)
+            setattr(module_of[name], name, original)
     wait_for_threads()
     recorder.recording.mark("optimizer")
     try:

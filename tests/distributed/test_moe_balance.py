@@ -189,14 +189,14 @@ def test_a_resumed_run_equals_one_that_never_stopped(folder, method):
 def message_of_replicas(argv, name):
     """Return the error of the replica check after the last rank has changed one number."""
     trainer = build(argv)
-    trainer.replicas.check(1)
+    trainer.guard.replicas.check(1)
     if trainer.world.rank == trainer.world.size - 1:
         state = {**trainer.optim.balancer.named_state(), **dict(trainer.optim.optimizer.named)}
         tensor = state[f"layers.1.moe.{name}"].detach()
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         local.view(-1)[1] += 1e-3
     try:
-        trainer.replicas.check(2)
+        trainer.guard.replicas.check(2)
     except ReplicaError as error:
         return str(error)
     finally:

@@ -28,7 +28,6 @@ from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed
-from torchtitan_like.models.layers.moe import choose_in_turn
 from torchtitan_like.models.spec import has_experts, needs_positions
 from torchtitan_like.optim.balancing import describe_layers
 from torchtitan_like.optim.optimizer import Optimizer
@@ -130,8 +129,6 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
     with world.allocating(), recorder.allocating("optimizer"):
         with step_group.gathering_from_others(layers_of_others):
             optim = build_optimization(run, model.parts, world, seed=0)
-        if config.debug.moe_force_load_balance:
-            choose_in_turn(model.parts)
         gate_device = optim.optimizer.parameters[0].device
         can_hold = holds_high_norms(
             config.resilience,

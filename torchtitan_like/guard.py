@@ -1,0 +1,120 @@
+"""What keeps wrong numbers out of the weights. A part whose setting is off does nothing."""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from torchtitan_like.checkpoint.stateful import Progress
+from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.overflow import OverflowDetector
+from torchtitan_like.optim.optimization import Optimization
+from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
+from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
+from torchtitan_like.resilience.replicas import Replicas
+from torchtitan_like.resilience.requests import Request
+from torchtitan_like.resilience.reruns import Reruns
+from torchtitan_like.resolved import RankRun
+
+Input = TypeVar("Input")
+
+
+class Guard(Generic[Input]):
+    """Skips, holds or stops updates by wrong numbers.
+
+    | part | what it guards against |
+    | --- | --- |
+    | `update_gate` | non-finite numbers and spikes: the update is skipped or held |
+    | `reruns` | a held step, which runs again from its own inputs |
+    | `gradient_check` | wrong kernels: the same passes must give the same gradients |
+    | `replicas` | weights that differ where they should be equal |
+    | `overflow` | says which module first had an inf or nan (`debug.detect_overflow`) |
+
+    progress, numbers: after the loaded step, and the gate's state in its manifest ({} if none).
+    """
+
+    def __init__(
+        self,
+        run: RankRun,
+        parts: nn.ModuleList,
+        optim: Optimization,
+        attempt: Attempt,
+        progress: Progress,
+        numbers: dict[str, Any],
+    ) -> None:
+        self._run = run
+        self._optim = optim
+        self._attempt = attempt
+        config, world = run.config, run.world
+        self.restore(progress, numbers)
+        self.reruns: Reruns[Input] = Reruns(attempt.event)
+        self.gradient_check: GradientCheck | None = None
+        if optim.optimizer.is_atomic:
+            self.gradient_check = GradientCheck(
+                config.resilience.verify_gradients_freq,
+                world.step_group,
+                optim.optimizer.named,
+                first_step=progress.step + 1,
+                measures=world.device.type == "cuda",
+            )
+        self.replicas = Replicas(
+            config.resilience.replica_check_freq, world, optim.replicated(), progress.step
+        )
+        self._overflow: OverflowDetector | None = None
+        if config.debug.detect_overflow:
+            self._overflow = OverflowDetector(
+                parts, config.debug, run.position.step_and_micro_batch
+            )
+
+    def restore(self, progress: Progress, numbers: dict[str, Any]) -> None:
+        """Continue from the progress and numbers of a checkpoint, or of another replica group."""
+        section, optimizer = self._run.config.resilience, self._optim.optimizer
+        can_hold = holds_high_norms(
+            section,
+            has_experts=self._optim.balancer is not None,
+            is_atomic=optimizer.is_atomic,
+        )
+        # With CPU offload, the weights and the gate are on the host.
+        device = optimizer.parameters[0].device
+        self.update_gate: UpdateGate[Progress] = UpdateGate(
+            section, device, progress, numbers, can_hold=can_hold
+        )
+
+    def gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
+        """Return 1 if this step's update is to be skipped, else 0: see `UpdateGate.gate`."""
+        return self.update_gate.gate(grad_norm, has_labels=has_labels)
+
+    def requests(self) -> list[Request]:
+        """Return what this rank asks of all ranks. Does not wait for the device."""
+        wanted = {
+            Request.BAD_NUMBERS: self.update_gate.was_frozen(),
+            Request.RUN_AGAIN: self.update_gate.was_held(),
+        }
+        return [request for request, is_wanted in wanted.items() if is_wanted]
+
+    def are_gradients_right(self, step: int) -> bool:
+        """Compare the passes of a step whose gradients are checked. A collective of such steps.
+
+        Raises WrongGradientsError if they differ and `resilience.on_nonfinite` is "stop".
+        """
+        check = self.gradient_check
+        if check is None or not check.num_passes(step):
+            return True
+        try:
+            check.compare(step)
+        except WrongGradientsError as error:
+            if self._run.world.rank == 0:
+                self._attempt.event("wrong_gradients", step=step, parameters=error.by_rank)
+            if self._run.config.resilience.on_nonfinite == "stop":
+                raise
+            logger.error(str(error))
+            return False
+        return True
+
+    def check_overflow(self) -> None:
+        """Raise NonFiniteError if a module has had an inf or nan. Waits for the device."""
+        if self._overflow is not None:
+            self._overflow.evaluate()
