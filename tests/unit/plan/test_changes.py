@@ -78,9 +78,9 @@ def test_check_plans_and_returns_1_if_it_does_not_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["check", "debug_model.toml", "--plan", "h100-80g"]
-    assert titan(words) == 78
+    assert titan(words) == 2
     assert "--world-size N next to it" in capsys.readouterr().err
-    assert titan([*words[:-1], "h99", "--world-size", "2"]) == 78
+    assert titan([*words[:-1], "h99", "--world-size", "2"]) == 2
     assert "there is no GPU 'h99'" in capsys.readouterr().err
     reserve(monkeypatch, lambda config: 90)
     assert titan([*words, "--world-size", "2"]) == 1
