@@ -30,7 +30,7 @@ NIGHTLY = ("one-rank-bfloat16", "ddp", "cp", "pp")
 def run_cell_with_log(argv):
     """Return the trace of a cell and its log lines about offloading."""
     lines = []
-    original, logger.info = logger.info, lambda line, *rest: lines.append(str(line))
+    original, logger.info = logger.info, lambda line, **_: lines.append(str(line))
     try:
         return run_cell(argv), [line for line in lines if "offload" in line]
     finally:
