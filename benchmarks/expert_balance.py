@@ -15,16 +15,16 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.models.balance_rules import METHODS
 from torchtitan_like.models.layers import balance, moe
-from torchtitan_like.run import build_world, read_run
+from torchtitan_like.run import open_trainer, read_run
 from torchtitan_like.train import Trainer
 
 SETTINGS = {
@@ -74,14 +74,11 @@ def observe(watch: Stopwatch, trainer: Trainer) -> None:
 def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, dict[str, float]]:
     """Return median CPU seconds of a step, and of each part within it."""
     launched = launched_as()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         argv = [f"--{key}={value}" for key, value in SETTINGS.items()]
         argv += [f"--job.dump_folder={folder}", f"--model.args.load_balance={method}", *settings]
         run = read_run(argv, launched.world_size)
-        world = build_world(run, launched)
-        checkpointer = build_checkpointer(run, world)
-        starts = checkpointer.find_start(run.config.training.steps)
-        trainer = Trainer(attach(run, world, checkpointer), starts)
+        trainer = resources.enter_context(open_trainer(run, launched))
         saved = (moe.count_in_backward, moe.add_router_losses, moe.sample_fractions)
         backwards = [balance._CountInBackward.backward, balance._RouterLosses.backward]
         watch = Stopwatch()
@@ -103,9 +100,6 @@ def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, di
             kinds: list[Any] = [balance._CountInBackward, balance._RouterLosses]
             for kind, backward in zip(kinds, backwards, strict=True):
                 kind.backward = staticmethod(backward)
-            trainer.close()
-            checkpointer.close()
-            world.leave()
     names = parts[-1]
     medians = {name: statistics.median(part[name] for part in parts[2:]) for name in names}
     return statistics.median(steps[2:]), medians

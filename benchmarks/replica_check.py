@@ -15,14 +15,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 
-from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.replicas import Replicas
-from torchtitan_like.run import build_world, read_run
-from torchtitan_like.train import Trainer
+from torchtitan_like.run import open_trainer, read_run
 
 
 def median_seconds(call: Callable[[], object], num: int) -> tuple[float, float]:
@@ -45,28 +44,22 @@ def main() -> None:
     options, settings = parser.parse_known_args()
     torch.set_num_threads(1)
     launched = launched_as()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         settings += [f"--job.dump_folder={folder}"]
         settings += ["--checkpoint.no-enable", "--validation.no-enable"]
         run = read_run(settings, launched.world_size)
-        world = build_world(run, launched)
-        checkpointer = build_checkpointer(run, world)
-        starts = checkpointer.find_start(run.config.training.steps)
-        trainer = Trainer(attach(run, world, checkpointer), starts)
+        trainer = resources.enter_context(open_trainer(run, launched))
 
         def step() -> None:
             number = trainer.progress.step + 1
             fetched = trainer.fetch(number)
             trainer.train_step(number, fetched, fetched.agreement.wait())
-            if world.device.type == "cuda":
+            if trainer.world.device.type == "cuda":
                 torch.cuda.synchronize()
 
         step_times = median_seconds(step, options.steps)
-        replicas = Replicas(1, world, trainer.optim.optimizer.named)
+        replicas = Replicas(1, trainer.world, trainer.optim.optimizer.named)
         check_times = median_seconds(lambda: replicas.check(1), options.steps)
-        trainer.close()
-        checkpointer.close()
-        world.leave()
     if launched.rank == 0:
         num = sum(p.numel() for _, p in trainer.optim.optimizer.named)
         print(f"{num:,} parameters, {launched.world_size} ranks")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,7 @@ from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
 from torchtitan_like.optim.schedule import build_schedule
 from torchtitan_like.resilience.heartbeat import RankPosition
+from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util import registry
@@ -53,7 +54,10 @@ from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.sections_run import Resilience
     from torchtitan_like.config.sections_training import Model
+
+Progress = TypeVar("Progress")  # what the run has trained on; the planner counts steps
 
 
 # ---- the rank
@@ -275,6 +279,22 @@ def build_optimization(run: Run, parts: nn.ModuleList, world: World, seed: int) 
     return Optimization(
         optimizer, schedule, ema, balancer if balancer.layers else None, after_update
     )
+
+
+def build_update_gate(
+    section: Resilience, optim: Optimization, progress: Progress, numbers: dict[str, Any]
+) -> UpdateGate[Progress]:
+    """Build the gate of updates after `progress`. With CPU offload it is on the host.
+
+    numbers: its state in a checkpoint; {} if there is none.
+    """
+    can_hold = holds_high_norms(
+        section,
+        has_experts=optim.balancer is not None,
+        is_atomic=optim.optimizer.is_atomic,
+    )
+    device = optim.optimizer.parameters[0].device
+    return UpdateGate(section, device, progress, numbers, can_hold=can_hold)
 
 
 # ---- metrics

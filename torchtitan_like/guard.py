@@ -7,13 +7,13 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from torchtitan_like.build import build_update_gate
 from torchtitan_like.checkpoint.stateful import Progress
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
-from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Request
 from torchtitan_like.resilience.reruns import Reruns
@@ -71,17 +71,8 @@ class Guard(Generic[Input]):
 
     def restore(self, progress: Progress, numbers: dict[str, Any]) -> None:
         """Continue from the progress and numbers of a checkpoint, or of another replica group."""
-        section, optimizer = self._run.config.resilience, self._optim.optimizer
-        can_hold = holds_high_norms(
-            section,
-            has_experts=self._optim.balancer is not None,
-            is_atomic=optimizer.is_atomic,
-        )
-        # With CPU offload, the weights and the gate are on the host.
-        device = optimizer.parameters[0].device
-        self.update_gate: UpdateGate[Progress] = UpdateGate(
-            section, device, progress, numbers, can_hold=can_hold
-        )
+        section = self._run.config.resilience
+        self.update_gate = build_update_gate(section, self._optim, progress, numbers)
 
     def gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
         """Return 1 if this step's update is to be skipped, else 0: see `UpdateGate.gate`."""

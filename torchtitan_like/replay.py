@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
@@ -30,7 +29,7 @@ from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resolved import Run
-from torchtitan_like.run import build_world, read_run
+from torchtitan_like.run import open_trainer, read_run
 from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
@@ -242,17 +241,8 @@ def _link_tokens(cache: Path, target: Path) -> None:
 
 def replay_step(run: Run, bundle: Bundle) -> Replay:
     """Load the checkpoint, train the steps between, and run the step of the bundle."""
-    world = build_world(run, LaunchedAs(0, 0, 1))
-    try:
-        with closing(build_checkpointer(run, world)) as checkpointer:
-            starts = checkpointer.find_start(run.config.training.steps)
-            trainer = Trainer(attach(run, world, checkpointer), starts)
-            try:
-                return _train_to(trainer, bundle["step"])
-            finally:
-                trainer.close()
-    finally:
-        world.leave()
+    with open_trainer(run, LaunchedAs(0, 0, 1)) as trainer:
+        return _train_to(trainer, bundle["step"])
 
 
 def _train_to(trainer: Trainer, last: int) -> Replay:

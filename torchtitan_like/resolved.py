@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
-from torchtitan_like.models.spec import ModelSpec, get_spec, has_experts, resolve_args
+from torchtitan_like.models.spec import (
+    ModelSpec,
+    describe_size,
+    get_spec,
+    has_experts,
+    resolve_args,
+)
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
@@ -74,6 +81,28 @@ class RankRun(Run):
     requests: Requests
     position: RankPosition
     clock: StartClock
+
+
+def facts_of(run: RankRun, data: str, first_step: int, log: Path) -> str:
+    """Return six facts about a run, as the lines of one text for a terminal.
+
+    data: names of the training data. log: this rank's log file.
+    """
+    config, training, geometry = run.config, run.config.training, run.geometry
+    layout = ", ".join(f"{name} {size}" for name, size in run.dims.layout().items())
+    num_tokens = geometry.global_batch_size * training.seq_len
+    save = config.checkpoint
+    saved = f"a checkpoint every {save.interval}" if save.enable else "no checkpoints"
+    size = describe_size(run.spec, run.args)
+    facts = {
+        "model": f"{config.model.name} {config.model.flavor}, {size}",
+        "layout": f"{run.world.size} x {run.world.device.type}: {layout}",
+        "data": data,
+        "batch": f"{geometry.global_batch_size} x {training.seq_len:,} = {num_tokens:,} tokens",
+        "steps": f"{first_step:,} to {training.steps:,}, {saved}",
+        "log": str(log),
+    }
+    return "\n         ".join(f"{name:<6}  {fact}" for name, fact in facts.items())
 
 
 def resolve(config: JobConfig, world_size: int) -> Run:

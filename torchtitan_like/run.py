@@ -248,7 +248,18 @@ def open_run(
     launched = launched_as()
     if group is not None:
         launched = LaunchedAs(dist.get_rank(group), launched.local_rank, group.size())
-    run = read_run(argv, launched.world_size)
+    with open_trainer(read_run(argv, launched.world_size), launched, group) as trainer:
+        yield trainer
+
+
+@contextmanager
+def open_trainer(
+    run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None = None
+) -> Iterator[Trainer]:
+    """Build the world, the checkpointer and the trainer of a run; close them at the end.
+
+    A collective of the ranks that train. group: see `join_world`.
+    """
     config = run.config
     with ExitStack() as resources:
         world = build_world(run, launched, group)

@@ -110,7 +110,7 @@ from torchtitan_like.resilience.requests import (
     first_stop,
 )
 from torchtitan_like.resilience.spikes import SpikeDetector
-from torchtitan_like.resolved import RankRun
+from torchtitan_like.resolved import RankRun, facts_of
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
@@ -395,7 +395,7 @@ class Trainer:
 
     # ---- replica groups
 
-    # What GroupTrainer overrides. A run without `[fault_tolerance]` is the only group.
+    # GroupTrainer overrides these methods. Without `[fault_tolerance]` there is only one group.
 
     def _connect_groups(self) -> None:
         """Connect this group to the others, after its optimizer is built."""
@@ -407,7 +407,7 @@ class Trainer:
     def _join_groups(
         self, inputs: StepInput, agreement: StepAgreement
     ) -> tuple[StepInput, StepAgreement]:
-        """Wait for the other groups before a step; return what this group reads, and its agreement."""
+        """Wait for the other groups before a step. Return this group's inputs and agreement."""
         return inputs, agreement
 
     def _exchange(self, local: GroupStep) -> GroupStep:
@@ -483,6 +483,9 @@ class Trainer:
         """Log the sizes of a step."""
         training, geometry = self.config.training, self.run.geometry
         num_tokens = geometry.global_batch_size * training.seq_len
+        names = [supply.key for supply in self.batches.order.supplies if supply.key]
+        data = ", ".join(names) or str(training.dataset_path or training.dataset)
+        log = log_file(self.attempt.folder, self.world.rank)
         logger.info(
             f"Trainer is initialized with local batch size {training.local_batch_size}, "
             f"global batch size {geometry.global_batch_size} "
@@ -490,28 +493,8 @@ class Trainer:
             f"gradient accumulation steps {geometry.num_micro_batches}, "
             f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
             f"total steps {training.steps} (warmup {self.optim.schedule.warmup_steps})",
-            extra=on_screen(self._facts()),
+            extra=on_screen(facts_of(self.run, data, self.progress.step + 1, log)),
         )
-
-    def _facts(self) -> str:
-        """Return six facts about the run, for a terminal."""
-        config, training, geometry = self.config, self.config.training, self.run.geometry
-        layout = ", ".join(f"{name} {size}" for name, size in self.world.dims.layout().items())
-        num_tokens = geometry.global_batch_size * training.seq_len
-        sources = ", ".join(self.batches.sources) or training.dataset_path or training.dataset
-        save = config.checkpoint
-        saved = f"a checkpoint every {save.interval}" if save.enable else "no checkpoints"
-        facts = {
-            "model": f"{config.model.name} {config.model.flavor}, "
-            + describe_size(self.run.spec, self.run.args),
-            "layout": f"{self.world.size} x {self.world.device.type}"
-            + (f": {layout}" if layout else ""),
-            "data": sources,
-            "batch": f"{geometry.global_batch_size} x {training.seq_len:,} = {num_tokens:,} tokens",
-            "steps": f"{self.progress.step + 1:,} to {training.steps:,}, {saved}",
-            "log": str(log_file(self.attempt.folder, self.world.rank)),
-        }
-        return "\n         ".join(f"{name:<6}  {fact}" for name, fact in facts.items())
 
     # ---- loop
 

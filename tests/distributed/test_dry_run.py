@@ -113,7 +113,7 @@ def record_trainer(argv: list[str]) -> Measured:
             wait_for_threads()
             recorder.recording.mark(mark)
 
-    module_of = {"build_model": train, "build_optimization": train, "UpdateGate": guard}
+    module_of = {"build_model": train, "build_optimization": train, "build_update_gate": guard}
     originals = {name: getattr(module, name) for name, module in module_of.items()}
     marks = {"build_model": "model"}
     try:

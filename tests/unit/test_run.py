@@ -74,13 +74,21 @@ def test_a_rank_parses_its_arguments_and_reads_its_file_once(tmp_path: Path) -> 
 
 
 USE_THE_LIBRARY = """
+import logging
 import sys
 import torchtitan_like
 
 assert "torch" not in sys.modules
+
+class Facts(logging.Handler):
+    def emit(self, record):
+        print("screen:", getattr(record, "screen_text", ""))
+
+logging.getLogger().addHandler(Facts())
 for folder in ("first", "second"):
     with torchtitan_like.open_run(
         "debug_model.toml", "validation.enable=false", "checkpoint.enable=false",
+        f"data.sources.mine.path={sys.argv[1]}",
         steps=2, local_batch_size=1, seq_len=32, dump_folder=folder,
     ) as trainer:
         assert isinstance(trainer, torchtitan_like.Trainer)
@@ -89,13 +97,23 @@ for folder in ("first", "second"):
 """
 
 
-def test_two_runs_train_in_one_process(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", USE_THE_LIBRARY]
+def test_two_runs_train_in_one_process(tmp_path: Path, repo_root: Path) -> None:
+    corpus = repo_root / "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
+    command = [sys.executable, "-c", USE_THE_LIBRARY, str(corpus)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("first", "second")]
     losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in rows]
     assert losses[0] == losses[1] != []
+    facts = done.stdout.partition("screen: model   ")[2].splitlines()[:6]
+    assert facts == [
+        "llama3 debugmodel, 6,163,712 total parameters",
+        "         layout  1 x cpu: dp_shard 1",
+        "         data    mine",
+        "         batch   1 x 32 = 32 tokens",
+        "         steps   1 to 2, no checkpoints",
+        "         log     first/attempts/1/logs/rank0.log",
+    ]
 
 
 def test_a_keyword_is_a_key_of_training_or_of_one_section() -> None:

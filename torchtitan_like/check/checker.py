@@ -48,7 +48,7 @@ def load_checked(
 
     Returns the configuration and warnings.
 
-    device_type: see `check_config`; or a function that detects the device once the settings are known.
+    device_type: see `check_config`; or a function that detects the device from the configuration.
 
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.

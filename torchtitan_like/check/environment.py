@@ -1,4 +1,4 @@
-"""The machine: torch's release, variables of NCCL, the run directory, the checkpoint to start from."""
+"""The machine: release of torch, variables of NCCL, run directory, initial checkpoint."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def configure_help(parser: argparse.ArgumentParser) -> None:
         "names",
         nargs="+",
         metavar="NAME",
-        help="a section, such as checkpoint; a key, such as optimizer.lr; or the last part of keys, "
-        "such as steps",
+        help="a section, such as checkpoint; a key, such as optimizer.lr; or the last part of "
+        "keys, such as steps",
     )
     parser.add_argument(
         "--experimental.custom_import",

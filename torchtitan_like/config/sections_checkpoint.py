@@ -332,8 +332,8 @@ class Checkpoint(Section):
     )
     on_save_error: Literal["stop", "continue"] = field(
         "stop",
-        "After a failed checkpoint, or a failed write to another file of the run. stop: end with exit "
-        "code 74. continue: try again later; the last checkpoint of a run must succeed.",
+        "After a failed checkpoint, or a failed write to another file of the run. stop: end with "
+        "exit code 74. continue: try again later; the last checkpoint of a run must succeed.",
         needs=SAVING,
     )
     keep_latest_k: KeepCount = field(

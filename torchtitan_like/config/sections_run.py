@@ -45,7 +45,8 @@ class Job(Section):
     )
     custom_config_module: str = field(
         "",
-        "Import path of a module whose JobConfig is merged into this schema. Not available yet: leave it out.",
+        "Import path of a module whose JobConfig is merged into this schema. "
+        "Not available yet: leave it out.",
     )
 
     rules: ClassVar[tuple[Rule[Job], ...]] = (

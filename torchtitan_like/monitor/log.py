@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -62,12 +61,12 @@ class _LineFormatter(logging.Formatter):
 
 
 class _ScreenFormatter(logging.Formatter):
-    """Formats log lines for a terminal: the time, the level of warnings, the text for the screen."""
+    """Formats log lines for a terminal: the time, the level of a warning, the text to show."""
 
     def format(self, record: logging.LogRecord) -> str:
         text = getattr(record, "screen_text", "") or super().format(record)
         level = f"{record.levelname} " if record.levelno >= logging.WARNING else ""
-        return mask_text(f"{time.strftime('%H:%M:%S')} {level}{text}")
+        return mask_text(f"{self.formatTime(record, '%H:%M:%S')} {level}{text}")
 
 
 class _AttemptFileHandler(logging.Handler):

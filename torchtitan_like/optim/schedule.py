@@ -102,8 +102,8 @@ def build_schedule(
 
     settings: the config sections of user code.
 
-    The warmup is at most as long as the horizon. The decay starts after the warmup. `titan check` warns
-    if it shortens the warmup or the decay.
+    The warmup is at most as long as the horizon. The decay starts after the warmup. `titan check`
+    warns if that shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps
     if registry.is_registered("lr_schedule", section.name):

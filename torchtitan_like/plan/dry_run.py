@@ -19,6 +19,7 @@ import torch
 from torchtitan_like.build import (
     build_model,
     build_optimization,
+    build_update_gate,
     model_sections,
 )
 from torchtitan_like.config import JobConfig
@@ -40,7 +41,6 @@ from torchtitan_like.plan.fake import (
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Progress, Recorder, Recording
-from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.plan_file import ModuleBytes
@@ -129,13 +129,7 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
     with world.allocating(), recorder.allocating("optimizer"):
         with step_group.gathering_from_others(layers_of_others):
             optim = build_optimization(run, model.parts, world, seed=0)
-        gate_device = optim.optimizer.parameters[0].device
-        can_hold = holds_high_norms(
-            config.resilience,
-            has_experts=optim.balancer is not None,
-            is_atomic=optim.optimizer.is_atomic,
-        )
-        gate: UpdateGate[int] = UpdateGate(config.resilience, gate_device, 0, {}, can_hold=can_hold)
+        gate = build_update_gate(config.resilience, optim, 0, {})
         gate.start_holding()
     recorder.recording.mark("optimizer")
     recording = recorder.recording

@@ -147,7 +147,7 @@ class Space:
 def meshes(space: Space) -> Iterator[Layout]:
     """Yield every division of the ranks with each pipeline schedule, and one micro-batch size.
 
-    The rules of check have not checked them. Recomputation and resharding are those of the configuration.
+    No rule has checked them. Recomputation and resharding are those of the configuration.
     """
     section = space.config.parallelism
     is_long = space.config.training.seq_len >= LONG_SEQ_LEN
