@@ -150,6 +150,7 @@ def test_titan_works_from_a_wheel(release: Release, tmp_path: Path) -> None:
     words = ("check", "debug_model.toml", "--world-size", "1", "--training")
     checked = titan(release, tmp_path, *words)
     assert checked.returncode == 0, checked.stderr
+    assert f"Using the configuration {release.site_packages}" in checked.stderr
     written = titan(release, tmp_path, "slurm", "init", "slurm")
     assert written.returncode == 0 and (tmp_path / "slurm/train.slurm").exists(), written.stderr
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import MANIFEST, find_run
@@ -93,9 +94,20 @@ def names_config(arguments: argparse.Namespace) -> bool:
 
 
 def settings_of(arguments: argparse.Namespace) -> list[str]:
-    """Return the settings, with CONFIG as the first of them if the user names one."""
+    """Return the settings, with CONFIG as the first of them if the user names one.
+
+    Prints the path of a configuration of the package: in another folder, the user's own file of
+    that name would be read.
+    """
+    from torchtitan_like.config.arguments import last_value
+    from torchtitan_like.config.loader import CONFIG_FILE
+
     config = [] if arguments.config is None else ["--job.config_file", arguments.config]
-    return [*config, *arguments.settings]
+    settings = [*config, *arguments.settings]
+    name = last_value(settings, CONFIG_FILE) or ""
+    if (path := find_config(name)) != Path(name).expanduser():
+        show_error(f"Using the configuration {path} of the package")
+    return settings
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

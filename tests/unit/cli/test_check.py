@@ -12,6 +12,7 @@ import pytest
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.util.bundle import TRAIN_CONFIGS
 
 
 def check(arguments: list[str]) -> int:
@@ -149,8 +150,8 @@ def test_a_setting_that_is_written_wrongly_is_shown_correctly(
     arguments: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check(arguments) == 78
-    (_, problem) = capsys.readouterr().err.splitlines()[:2]
-    assert problem.endswith(f"-> {remedy}")
+    problems = capsys.readouterr().err.splitlines()
+    assert any(problem.endswith(f"-> {remedy}") for problem in problems)
 
 
 def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:
@@ -180,3 +181,19 @@ def test_broken_config_ends_a_process_with_78(repo_root: Path) -> None:
         and "model.flavor" in done.stderr
         and "8 x 3 = 24" in done.stderr
     )
+
+
+@pytest.mark.parametrize("words", [["debug_model.toml"], ["--job.config_file=debug_model.toml"]])
+def test_a_configuration_of_the_package_is_named(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    note = f"Using the configuration {TRAIN_CONFIGS / 'debug_model.toml'} of the package"
+    assert check(words) == 0
+    assert note in capsys.readouterr().err
+    (tmp_path / "debug_model.toml").write_text("")
+    assert check(words) == 0
+    assert note not in capsys.readouterr().err

@@ -581,7 +581,7 @@ def test_output_that_cannot_be_written_changes_no_exit_code(
 def test_a_refused_configuration_returns_78_without_output(
     shell: Shell, output: Callable[[], AbstractContextManager[int]], buffered: str
 ) -> None:
-    """Printing the name of the bundled configuration fails before the check."""
+    """Printing the path of a configuration of the package fails before the check."""
     (shell.folder / "debug_model.toml").unlink()
     with output() as file:
         process = shell.start(
