@@ -31,7 +31,7 @@ class Guard(Generic[Input]):
     | `reruns` | a held step, which runs again from its own inputs |
     | `gradient_check` | wrong kernels: the same passes must give the same gradients |
     | `replicas` | weights that differ where they should be equal |
-    | `overflow` | says which module first had an inf or nan (`debug.detect_overflow`) |
+    | `check_overflow` | an inf or nan in a module, which it names (`debug.detect_overflow`) |
 
     progress, numbers: after the loaded step, and the gate's state in its manifest ({} if none).
     """

@@ -428,6 +428,8 @@ class Trainer:
         """Return True if the inputs are not the next samples of this replica group."""
         return inputs.position != self.progress.position
 
+    # ---- logs and rows
+
     def _log_initial_weights(self) -> None:
         """Log a hash of the weights that is equal on every topology. A collective."""
         hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
