@@ -54,12 +54,14 @@ CASES = {
     **both_dtypes("llama4", "llama4_debug"),
     "flex": Case("debug_model", f"{FP32} --model.flavor=debugmodel_flex_attn", 1e-3),
     "varlen": Case("debug_model", f"{BF16} --model.flavor=debugmodel_varlen_attn", 2e-2),
-    "compile": Case("debug_model", f"{FP32} --compile.enable", 1e-3),
+    "compile": Case("debug_model", f"{FP32} --compile.enable", 1e-3, "llama3"),
     "flex-compile": Case(
         "debug_model", f"{BF16} --model.flavor=debugmodel_flex_attn --compile.enable", 2e-2
     ),
-    "qwen3_moe-compile": Case("qwen3_moe_debug", f"{BF16} --compile.enable", 2e-2),
-    "gpt_oss-compile": Case("gpt_oss_debug", f"{BF16} --compile.enable", 2e-2),
+    "qwen3_moe-compile": Case(
+        "qwen3_moe_debug", f"{BF16} --compile.enable", 2e-2, "qwen3_moe-bf16"
+    ),
+    "gpt_oss-compile": Case("gpt_oss_debug", f"{BF16} --compile.enable", 2e-2, "gpt_oss-bf16"),
     "in-backward": Case("debug_model", f"{FP32} --optimizer.early_step_in_backward", 1e-3),
     "muon": Case("debug_model", f"{FP32} --optimizer.name=Muon", 2e-2),
     "lion": Case("debug_model", f"{FP32} --optimizer.name=Lion", 1e-3),

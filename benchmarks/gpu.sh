@@ -5,7 +5,7 @@
 #
 # PART     what it runs (all but spikes if not given)
 #   tests    every test that needs a GPU
-#   jobs     13 trainings of 30 steps, more with several GPUs: tokens/s, MFU, memory
+#   jobs     13 trainings of 30 steps, more with several GPUs: seconds to start, tokens/s, MFU, memory
 #   compare  30 runs on the GPU and on the CPU (benchmarks/cpu_gpu.py)
 #   spikes   equal runs of a mixture of experts, gradient norms compared (benchmarks/gradient_spikes.py), 2 minutes
 # FOLDER   wheels of the packages that a machine with nothing but torch lacks
@@ -61,17 +61,37 @@ part() {
   code=$?
   printf '# exit code %d after %d s (limit %d s)\n' "$code" "$((SECONDS - start))" "$limit"
   [ "$code" -eq 0 ] || failed=$((failed + 1))
+  return "$code"
+}
+
+# start NAME COMMAND...: run it in the background; `finish` waits for all of them, and prints and counts each
+declare -A started
+start() {
+  local name=$1
+  shift
+  "$@" >"$OUT/$name.txt" &
+  started[$name]=$!
+}
+finish() {
+  local name
+  for name in "${!started[@]}"; do
+    wait "${started[$name]}" || failed=$((failed + 1))
+    cat "$OUT/$name.txt"
+  done
+  started=()
 }
 
 # train SECONDS NAME RANKS CONFIG ARGUMENTS...: 30 steps of the trainer; then its rows of metrics.jsonl
 train() {
-  local limit=$1 name=$2 ranks=$3 config=$4 folder="$OUT/$2"
+  local limit=$1 name=$2 ranks=$3 config=$4 folder="$OUT/$2" launcher=() code
   shift 4
-  part "$limit" "train: $name" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" \
+  [ "$ranks" -eq 1 ] || launcher=(-m torch.distributed.run --standalone --nproc_per_node="$ranks")
+  part "$limit" "train: $name" "$PYTHON" "${launcher[@]}" \
     -m torchtitan_like.train --job.config_file "train_configs/$config.toml" --job.dump_folder "$folder" \
     --training.steps 30 --lr_scheduler.warmup_steps 2 --training.mixed_precision_param bfloat16 --metrics.log_freq 10 \
     --metrics.no-enable_tensorboard --validation.no-enable --checkpoint.no-enable "$@" >"$OUT/$name.log"
-  grep -vF INFO "$OUT/$name.log"
+  code=$?
+  sed -n -e '/INFO - Done in/p' -e '/INFO/!p' "$OUT/$name.log"
   "$PYTHON" - "$folder/metrics.jsonl" <<'PY'
 import json, sys
 
@@ -84,6 +104,7 @@ for row in rows:
         names = ("step", "loss", "grad_norm", "tps", "tflops", "mfu", "memory_gib")
         print({name: row[name] for name in names if name in row})
 PY
+  return "$code"
 }
 
 run_jobs() {
@@ -91,21 +112,24 @@ run_jobs() {
   local op="--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
   local float8="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"
   local half="--training.dtype bfloat16 --optimizer.state_dtype bfloat16"
+  local save="--checkpoint.enable --checkpoint.interval 20 --checkpoint.last_save_model_only"
   # shellcheck disable=SC2086 # several arguments
   {
     train 30 debug 1 debug_model --training.local_batch_size 8 --training.seq_len 2048
-    train 30 1b 1 $large
+    train 40 1b 1 $large
     train 60 1b-compiled 1 $large --compile.enable
-    train 30 1b-op 1 $large $op
+    train 40 1b-op 1 $large $op
     train 60 1b-full-compiled 1 $large --compile.enable --activation_checkpoint.mode full
-    train 60 1b-float8-compiled 1 $large --compile.enable $float8
-    train 40 1b-saved 1 $large --checkpoint.enable --checkpoint.interval 10 --checkpoint.async_mode async_with_pinned_mem
-    train 70 8b-full-compiled 1 $large $half --model.flavor 8B --compile.enable --activation_checkpoint.mode full
-    train 30 qwen3-moe 1 qwen3_moe_debug
-    train 60 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
-    train 60 deepseek-compiled 1 deepseek_v3_debug --compile.enable
-    train 60 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
-    train 30 llama4 1 llama4_debug
+    train 80 1b-float8-compiled 1 $large --compile.enable $float8
+    train 60 1b-saved 1 $large $save --checkpoint.async_mode async_with_pinned_mem
+    train 80 8b-full-compiled 1 $large $half --model.flavor 8B --compile.enable --activation_checkpoint.mode full
+    # These are small: what they show is that they work. They share the GPU to save time.
+    start qwen3-moe train 90 qwen3-moe 1 qwen3_moe_debug
+    start qwen3-moe-compiled train 90 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
+    start deepseek-compiled train 90 deepseek-compiled 1 deepseek_v3_debug --compile.enable
+    start gpt-oss-compiled train 90 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
+    start llama4 train 90 llama4 1 llama4_debug
+    finish
     if [ "$NGPU" -gt 1 ]; then
       part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
         -m torchtitan_like node bench --sizes 1MB,32MB,1GB
@@ -121,12 +145,14 @@ run_jobs() {
   part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version())'
   part 10 "nvidia-smi" nvidia-smi
   part 20 "node check" "$PYTHON" -m torchtitan_like node check --gpus "$NGPU"
+  # Neither measures time, so they share the machine.
   if is_wanted tests; then
-    part 120 "tests" "$PYTHON" -m pytest -q -m gpu -p no:cacheprovider --durations=0 tests/unit tests/distributed
+    start tests part 180 "tests" "$PYTHON" -m pytest -q -m gpu -n 4 -p no:cacheprovider --durations=0 tests/unit tests/distributed
   fi
   if is_wanted compare; then
-    part 150 "compare with the CPU" "$PYTHON" -m benchmarks.cpu_gpu
+    start compare part 180 "compare with the CPU" "$PYTHON" -m benchmarks.cpu_gpu
   fi
+  finish
   is_wanted jobs && run_jobs
   if is_wanted spikes; then
     part 120 "spikes" "$PYTHON" benchmarks/gradient_spikes.py runs "$OUT/spikes" --seconds 90
