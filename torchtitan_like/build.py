@@ -33,6 +33,7 @@ from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.row_files import RowFiles
 from torchtitan_like.monitor.rows import RowCollector
 from torchtitan_like.monitor.sinks import build_sinks
@@ -49,7 +50,7 @@ from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util import registry
-from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.plan_file import settings_of
 from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
@@ -206,17 +207,17 @@ def build_model(run: Run, world: World, *, with_tokens: bool) -> Built:
     return built._replace(lines=lines)
 
 
-def describe_attention(run: Run, device: torch.device) -> str:
-    """Return the log line on what computes the attention of the model; or "".
+def describe_attention(run: Run, device: torch.device) -> list[str]:
+    """Return a log line on what computes the attention of the model, if it has one.
 
     Raises ConfigError if the selected backend cannot.
     """
     args, training = run.args, run.config.training
     attn_type = getattr(args, "attn_type", "")
     if not attn_type:
-        return ""
+        return []
     if attn_type != "sdpa" and device.type != "cpu":
-        return f"Attention: {attn_type}"
+        return [f"Attention: {attn_type}"]
     heads = (args.n_heads, getattr(args, "n_kv_heads", None) or args.n_heads)
     dtype = DTYPES[training.mixed_precision_param]
     backend = kernels.describe_backend(heads, run.max_seq_len, args.head_dim, dtype, device)
@@ -224,10 +225,10 @@ def describe_attention(run: Run, device: torch.device) -> str:
         expected = f"a backend for heads of {args.head_dim} elements in {dtype} on {device.type}"
         key, remedy = "training.attention_backend", 'set it to "auto"'
         raise ConfigError([Problem(key, training.attention_backend, expected, remedy)])
-    return (
+    return [
         f"Attention: scaled_dot_product_attention by the {backend} backend where it is causal "
         f'(training.attention_backend = "{training.attention_backend}")'
-    )
+    ]
 
 
 def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
@@ -301,20 +302,14 @@ def build_update_gate(
 
 
 def build_metrics(
-    run: Run,
-    world: World,
-    attempt: Attempt,
-    failures: WriteFailures,
-    *,
-    sources: Sequence[str],
-    run_config: Mapping[str, object],
+    run: RankRun, attempt: Attempt, *, sources: Sequence[str], run_config: Mapping[str, object]
 ) -> Metrics:
     """Build the metrics of a run, and log the peak FLOP/s of the hardware. A collective.
 
     run_config: the masked configuration, which W&B shows.
     Raises the errors of observers on all ranks.
     """
-    config, section = run.config, run.config.metrics
+    config, section, world, failures = run.config, run.config.metrics, run.world, attempt.failures
     observers = Observers()
     if section.observers:
         world.step_group.run_on_leader(
@@ -331,7 +326,7 @@ def build_metrics(
         num_devices=world.size,
         data_loading_alarm=section.data_loading_alarm,
     )
-    return Metrics(
+    metrics = Metrics(
         RowCollector(world.gather_losses, sources),
         throughput,
         memory,
@@ -341,3 +336,11 @@ def build_metrics(
         log_freq=section.log_freq,
         last_step=config.training.steps,
     )
+    if world.rank == 0:
+        settings = settings_of(config.model_dump(exclude_none=True), world.size)
+        plan = find_plan(attempt.run, config.job.config_file, settings, failures)
+        if plan is not None:
+            measures_memory = world.device.type == "cuda"
+            check = PlanCheck(plan, attempt.event, measures_memory=measures_memory)
+            metrics.observers.append(check.observe)
+    return metrics

@@ -40,7 +40,7 @@ class GroupTrainer(Trainer):
 
     def __init__(self, run: RankRun, starts: list[Start]) -> None:
         super().__init__(run, starts)
-        if self.method is not None and self.start.kind != "resume":
+        if self.method is not None and self.origin.start.kind != "resume":
             self.method.reset()
 
     def close(self) -> None:

@@ -8,15 +8,20 @@ import torch
 from torch import nn
 
 from torchtitan_like.build import build_update_gate
+from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import Progress
+from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
+from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.optim.optimization import Optimization
+from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
 from torchtitan_like.resilience.replicas import Replicas
 from torchtitan_like.resilience.requests import Request
 from torchtitan_like.resilience.reruns import Reruns
+from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resolved import RankRun
 
 Input = TypeVar("Input")
@@ -49,6 +54,7 @@ class Guard(Generic[Input]):
         self._optim = optim
         self._attempt = attempt
         config, world = run.config, run.world
+        self._bundles: ReplayBundleWriter | None = None
         self.restore(progress, numbers)
         self.reruns: Reruns[Input] = Reruns(attempt.event)
         self.gradient_check: GradientCheck | None = None
@@ -68,6 +74,23 @@ class Guard(Generic[Input]):
             self._overflow = OverflowDetector(
                 parts, config.debug, run.position.step_and_micro_batch
             )
+
+    def observe(self, metrics: Metrics, batches: TrainBatches, start: Start, seed: int) -> None:
+        """Read the rows of the run: non-finite steps, spikes, steps that run again. On rank 0."""
+        run = self._run
+        self._bundles = ReplayBundleWriter(run, self._attempt, batches, start, seed=seed)
+        spikes = SpikeDetector(
+            run.config.resilience,
+            write_event=self._attempt.event,
+            pin_before=run.checkpointer.pin_before,
+            write_bundle=self._bundles.write_spike,
+        )
+        metrics.observers += [self._bundles.observe, spikes.observe, self.reruns.observe]
+
+    def write_bundle(self, step: int) -> None:
+        """Write the replay bundle of the non-finite step that ends the run. On rank 0."""
+        if self._bundles is not None:
+            self._bundles.write(step)
 
     def restore(self, progress: Progress, numbers: dict[str, Any]) -> None:
         """Continue from the progress and numbers of a checkpoint, or of another replica group."""

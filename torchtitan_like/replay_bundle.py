@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.resilience.nonfinite import HISTORY
-from torchtitan_like.util.files import WriteFailures, write_atomically
+from torchtitan_like.resolved import RankRun
+from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.jsonl import encode
 from torchtitan_like.util.run_directory import (
     BAD_STEPS,
@@ -45,27 +45,19 @@ class ReplayBundleWriter:
 
     Each bundle names the checkpoint to replay from, and pins it.
 
-    start: the start of the attempt. seed: the run's seed. policy: `resilience.on_nonfinite`.
+    start: the start of the attempt. seed: the run's seed.
     """
 
     def __init__(
-        self,
-        attempt: Attempt,
-        checkpointer: Checkpointer,
-        batches: TrainBatches,
-        start: Start,
-        *,
-        seed: int,
-        policy: str,
-        failures: WriteFailures,
+        self, run: RankRun, attempt: Attempt, batches: TrainBatches, start: Start, *, seed: int
     ) -> None:
         self._attempt = attempt
-        self._checkpointer = checkpointer
+        self._checkpointer = run.checkpointer
         self._batches = batches
         self._start = start
         self._seed = seed
-        self._policy = policy
-        self._failures = failures
+        self._policy = run.config.resilience.on_nonfinite
+        self._failures = attempt.failures
         # A run with frozen updates stops before it makes more rows.
         self._nonfinite_rows: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._num_pins = 0

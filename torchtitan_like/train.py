@@ -21,11 +21,9 @@ if __name__ == "__main__":
 
     end_process(main(command_line))
 
-import platform
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -41,13 +39,8 @@ from torchtitan_like.build import (
     build_optimization,
     describe_attention,
 )
-from torchtitan_like.checkpoint.changes import (
-    check_changes,
-    check_extensions,
-    diff_settings,
-    warm_differences,
-)
-from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint, resume_line
+from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
+from torchtitan_like.checkpoint.origin import Origin
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import (
@@ -57,7 +50,6 @@ from torchtitan_like.checkpoint.stateful import (
     Stateful,
 )
 from torchtitan_like.checkpoint.stored_weights import EMA_KEY
-from torchtitan_like.checkpoint.torchtitan import check_data_choice
 from torchtitan_like.config import dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
@@ -66,8 +58,7 @@ from torchtitan_like.data.batches.batch import (
     count_valid_by_source,
 )
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
-from torchtitan_like.distributed.activation_offload import ActivationOffload
-from torchtitan_like.distributed.data_parallel import GradientSync, free_gathered
+from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
@@ -88,11 +79,9 @@ from torchtitan_like.monitor.attempt import open_attempt
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
-from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import Row, StepRecord
 from torchtitan_like.optim.schedule import SavedSchedule
-from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.gradient_check import WrongGradientsError
 from torchtitan_like.resilience.heartbeat import Heartbeat
@@ -100,7 +89,7 @@ from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,
     NonFiniteStateError,
-    nonfinite_names,
+    nonfinite_state,
 )
 from torchtitan_like.resilience.requests import (
     EXIT_CODES,
@@ -109,18 +98,15 @@ from torchtitan_like.resilience.requests import (
     decode_requests,
     first_stop,
 )
-from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resolved import RankRun, facts_of
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import WriteFailures, storage_error
-from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.output import on_screen
-from torchtitan_like.util.plan_file import MODULES_EVENT, settings_of
+from torchtitan_like.util.plan_file import MODULES_EVENT
 from torchtitan_like.util.run_directory import DATA_WAIT, log_file
-from torchtitan_like.util.units import GIB
-from torchtitan_like.validation import DatasetLoss, ValidationInterrupted, losses_of_datasets
+from torchtitan_like.validation import Validation, ValidationInterrupted
 
 
 @dataclass
@@ -176,9 +162,9 @@ class Trainer:
         )
 
         # The start: a checkpoint, weights, or new weights.
-        self.start = starts[0]
-        self.progress = Progress(step=self.start.step)
-        self.differences = self._check_settings(self.start)
+        batch_size = run.geometry.global_batch_size
+        self.origin = Origin(starts, config, global_batch_size=batch_size)
+        self.progress = Progress(step=self.origin.start.step)
 
         # All randomness depends on one seed.
         self.seed = self._agree_on_seed()
@@ -189,10 +175,8 @@ class Trainer:
         data = build_data(run, self.seed)
         self.batches = data.batches
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
-        self._compare_warm_start()
-        self.validation_sets = data.validation_sets
-        self.bytes_of_token = data.bytes_of_token
-        stored_data = self._stored("data")
+        self.origin.warn_of_another_model(self.batches.fingerprint["tokenizer"])
+        stored_data = self.origin.stored("data")
         if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
             self.batches.check_state(stored_data)
 
@@ -201,17 +185,15 @@ class Trainer:
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {run.args}")
         logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
-        with_tokens = bool(self.batches.sources or self.validation_sets)
+        with_tokens = bool(self.batches.sources or data.validation_sets)
         model = build_model(run, world, with_tokens=with_tokens)
-        attention = describe_attention(run, world.device)
-        for line in [*model.lines, *([attention] if attention else [])]:
+        for line in [*model.lines, *describe_attention(run, world.device)]:
             logger.info(line)
         self.parts = model.parts
-        self.pipeline = model.pipeline
         self.feed = Feed(world, model.context)
         self.activation_offload = model.offload
         self.start_clock.begin(weights)
-        is_new = self.start.kind == "scratch" or self.start.upcycles
+        is_new = self.origin.is_new
         if is_new or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, run.spec.init_table(run.args), self.seed)
@@ -221,20 +203,14 @@ class Trainer:
         self.optim = build_optimization(run, self.parts, world, self.seed)
         for line in self.optim.describe():
             logger.info(line)
-        balancer = self.optim.balancer
-        layers = [] if balancer is None else balancer.layers
-        self.expert_metrics = ExpertMetrics([layer.number for layer in layers], world.dims.ep)
+        self.expert_metrics = ExpertMetrics(self.optim.expert_layers, world.dims.ep)
+        self.validation = Validation(run, data, model, self.optim, self.feed)
 
         self._connect_groups()
 
         # Metrics and the reasons to stop.
         self.metrics = build_metrics(
-            run,
-            world,
-            self.attempt,
-            self.failures,
-            sources=self.batches.sources,
-            run_config=masked_config,
+            run, self.attempt, sources=self.batches.sources, run_config=masked_config
         )
         self.switches = Switches(self.attempt.run, config.resilience)
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
@@ -243,32 +219,28 @@ class Trainer:
         # Load. A start that fails leaves the checkpoint folder unchanged.
         self.states: dict[str, Stateful] = self._states()
         loaded: list[str] = []
-        if self.start.kind != "scratch":
+        if self.origin.start.kind != "scratch":
             loaded = self.checkpointer.load(starts, self.states, consider=self._fall_back)
             self.garbage.collect("GC collection after checkpoint loading")
         if is_new:
             self._log_initial_weights()
-        # The dense checkpoint that this run, or the run it continues, has started from.
-        self.upcycled_from: str | None = self._stored("upcycled_from")
-        if self.start.upcycles:
-            self.upcycled_from = str(self.start.path)
-        if self.start.kind == "resume":
-            differences = [*self.differences, *(f"data: {name}" for name in self.batches.changes)]
-            line = resume_line(self._stored("numeric"), self.numeric, differences)
-            logger.info(f"Resume: {line}", extra=on_screen())
+        self.origin.log_resume(self.numeric, self.batches.changes)
         self.optim.refresh()
+        start = self.origin.start
         if self.optim.ema is not None and EMA_KEY not in loaded:
             self.optim.ema.start()
-            logger.info(f"EMA: the average starts from the weights of step {self.start.step}")
+            logger.info(f"EMA: the average starts from the weights of step {start.step}")
         # The position of the data is restored, even if parts of the checkpoint were excluded.
-        self.progress = replace(self.progress, step=self.start.step, position=self.batches.position)
-        self.checkpointer.claim(self.start, partial(self._published, self.start.step))
+        self.progress = replace(self.progress, step=start.step, position=self.batches.position)
+        self.checkpointer.claim(start, partial(self._published, start.step))
 
         # Non-finite steps and spikes.
+        numbers = self.origin.stored("numbers") or {}
         self.guard: Guard[StepInput] = Guard(
-            run, self.parts, self.optim, self.attempt, self.progress, self._stored("numbers") or {}
+            run, self.parts, self.optim, self.attempt, self.progress, numbers
         )
-        self.replay_bundles = self._observe_rows() if self.is_leader else None
+        if self.is_leader:
+            self.guard.observe(self.metrics, self.batches, start, self.seed)
         self.step_runner = StepRunner(
             world,
             self.seed,
@@ -296,62 +268,15 @@ class Trainer:
 
     # ---- start
 
-    def _stored(self, key: str) -> Any:
-        """Return an entry of the manifest that the run resumes from, or None."""
-        manifest = self.start.manifest or {}
-        return manifest.get(key) if self.start.kind == "resume" else None
-
-    def _check_settings(self, start: Start) -> list[str]:
-        """Log a start, and return the differences between its settings and this run's.
-
-        Raises ChangedError if settings that shape the run have changed.
-        """
-        logger.info(str(start), extra=on_screen())
-        differences = [f"{part} not loaded" for part in self.config.checkpoint.exclude_from_loading]
-        stored = start.manifest or {}
-        if start.kind == "resume" and start.format == "dcp":
-            check_data_choice(
-                start, self.config.training.skip_steps, self.config.checkpoint.exclude_from_loading
-            )
-            differences.append("the checkpoint is TorchTitan's")
-        if start.kind != "resume" or "config" not in stored:
-            return differences
-        check_extensions(stored, self.config.checkpoint.allow_change)
-        resolved = {"global_batch_size": self.run.geometry.global_batch_size}
-        changes = diff_settings(stored["config"], self.config.model_dump(), stored, resolved)
-        if note := check_changes(changes):
-            logger.info(note)
-        if reordered := changes.reordered():
-            logger.warning(
-                "The order of the samples differs from the run that saved the checkpoint: "
-                f"{'; '.join(reordered)}"
-            )
-        return differences + changes.accepted()
-
-    def _compare_warm_start(self) -> None:
-        """Warn of differences from the model and tokenizer that trained the initial weights."""
-        stored = self.start.manifest or {}
-        if self.start.kind != "warm" or "config" not in stored:
-            return
-        tokenizer = self.batches.fingerprint["tokenizer"]
-        changes = warm_differences(stored, self.config.model_dump(), tokenizer)
-        if changes:
-            logger.warning(
-                f"The weights in {self.start.path} were trained with other settings: "
-                f"{'; '.join(map(str, changes))}. Expected the same model and tokenizer. Restore "
-                "them, unless the change is intended"
-            )
-
     def _fall_back(self, start: Start) -> None:
         """Start from an older checkpoint, because all newer ones are damaged."""
-        self.differences = self._check_settings(start)
-        self.start = start
+        self.origin.fall_back(start)
         self.progress = Progress(step=start.step)
 
     def _agree_on_seed(self) -> int:
         """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
         chosen = self.config.debug.seed
-        seed = chosen if chosen is not None else self.start.seed
+        seed = chosen if chosen is not None else self.origin.start.seed
         if seed is None:
             seed = self._new_seed()
         seed = int(self.world.step_group.broadcast_object(seed))
@@ -372,7 +297,7 @@ class Trainer:
             "model": ModelState(self.parts),
             "optimizer": self.optim,
             "lr_scheduler": SavedSchedule(
-                self.optim.schedule, lambda: self.start.step + 1, peak_lr
+                self.optim.schedule, lambda: self.origin.start.step + 1, peak_lr
             ),
             "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
@@ -433,53 +358,20 @@ class Trainer:
     def _log_initial_weights(self) -> None:
         """Log a hash of the weights that is equal on every topology. A collective."""
         hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
-        source = f"{self.start.path} (upcycled) and " if self.start.upcycles else ""
+        start = self.origin.start
+        source = f"{start.path} (upcycled) and " if start.upcycles else ""
         logger.info(
             f"Initial weights from {source}seed {self.seed}, hash {sum(hashes) % 2**64:016x} "
             "on any topology"
         )
 
-    def _observe_rows(self) -> ReplayBundleWriter:
-        """Observe the rows of metrics.jsonl: non-finite steps, spikes, the plan. On rank 0."""
-        replay_bundles = ReplayBundleWriter(
-            self.attempt,
-            self.checkpointer,
-            self.batches,
-            self.start,
-            seed=self.seed,
-            policy=self.config.resilience.on_nonfinite,
-            failures=self.failures,
-        )
-        spikes = SpikeDetector(
-            self.config.resilience,
-            write_event=self.attempt.event,
-            pin_before=self.checkpointer.pin_before,
-            write_bundle=replay_bundles.write_spike,
-        )
-        self.metrics.observers += [
-            replay_bundles.observe,
-            spikes.observe,
-            self.guard.reruns.observe,
-        ]
-        settings = settings_of(self.config.model_dump(exclude_none=True), self.world.size)
-        plan = find_plan(self.attempt.run, self.config.job.config_file, settings, self.failures)
-        if plan is not None:
-            check = PlanCheck(
-                plan,
-                self.attempt.event,
-                self.start.step + 1,
-                measures_memory=self.world.device.type == "cuda",
-            )
-            self.metrics.observers.append(check.observe)
-        return replay_bundles
-
     def _rewind_metrics(self) -> None:
         """Move rows after the loaded step out of metrics.jsonl. On rank 0."""
-        path, manifest = self.start.path, self.start.manifest
-        is_own = path is not None and path.parent == self.checkpointer.folder
-        is_resumed = self.start.kind == "resume" and is_own
+        start = self.origin.start
+        is_own = start.path is not None and start.path.parent == self.checkpointer.folder
+        is_resumed = start.kind == "resume" and is_own
         with storage_error(self.attempt.run):
-            self.metrics.rewind(self.progress.step, (manifest or {}) if is_resumed else None)
+            self.metrics.rewind(self.progress.step, (start.manifest or {}) if is_resumed else None)
 
     def _log_geometry(self) -> None:
         """Log the sizes of a step."""
@@ -511,7 +403,7 @@ class Trainer:
             self.attempt.event(
                 "start",
                 step=self.progress.step,
-                source=self.start.kind,
+                source=self.origin.start.kind,
                 began=process_start_time(),
                 num_ranks=self.world.size,
                 layout=self.world.dims.layout(),
@@ -576,7 +468,7 @@ class Trainer:
                     Request.SAVE in requests,
                     Request.EXPORT in requests,
                 )
-                is_logged, is_validated = self.metrics.due(step), self._is_validation_due(step)
+                is_logged, is_validated = self.metrics.due(step), self.validation.is_due(step)
                 # A held step runs again. The host waits for the device only where it does so anyway.
                 needs_host = is_logged or is_validated or bool(saves)
                 is_held = needs_host and self.guard.update_gate.is_held()
@@ -638,29 +530,7 @@ class Trainer:
             modules = self.optim.kept_bytes()
             self.attempt.event(MODULES_EVENT, step=self.progress.step, modules=modules)
         if self.activation_offload is not None:
-            self._log_activation_offload(self.activation_offload)
-
-    def _is_validation_due(self, step: int) -> bool:
-        if not self.validation_sets:
-            return False
-        is_regular = step % self.config.validation.freq == 0
-        return is_regular or step in (1, self.config.training.steps)
-
-    def _log_activation_offload(self, offload: ActivationOffload) -> None:
-        """Log the host memory that offloaded activations took on the fullest node. A collective."""
-        offload.checks_memory = False
-        local = (platform.node(), offload.peak_bytes, host_memory().available)
-        peaks: dict[str, list[int]] = {}
-        free: dict[str, int] = {}
-        for node, peak, available in self.world.step_group.gather_objects(local):
-            peaks.setdefault(node, []).append(peak)
-            free[node] = min(available, free.get(node, available))
-        node = max(peaks, key=lambda name: sum(peaks[name]))
-        logger.info(
-            f"Activation offload took {sum(peaks[node]) / GIB:.2f} GiB of host memory on {node} at "
-            f"its peak ({len(peaks[node])} ranks, at most {max(peaks[node]) / GIB:.2f} GiB each). "
-            f"At least {min(free.values()) / GIB:.2f} GiB are available on each node"
-        )
+            logger.info(self.activation_offload.describe_peak(self.world.step_group))
 
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
         """Run one step on a batch (`StepRunner`), and record progress.
@@ -773,47 +643,13 @@ class Trainer:
         self.metrics.flush(step)
         self.position.move("validate", step)
         with self.metrics.throughput.pause():
-            self.parts.eval()
             try:
-                for name, loss in self._validation_losses():
+                for name, loss in self.validation.losses(self._exchange_requests):
                     self.metrics.validation(step, *loss, name)
-                if self.optim.ema is not None and self.config.ema.validation:
-                    with self._averaged_weights():
-                        for name, loss in self._validation_losses():
-                            self.metrics.validation(step, *loss, f"{name}.ema" if name else "ema")
             except ValidationInterrupted:
                 logger.warning(
                     f"Interrupted the validation after step {step}, because the run stops"
                 )
-            self.parts.train()
-
-    def _validation_losses(self) -> Iterable[tuple[str, DatasetLoss]]:
-        return losses_of_datasets(
-            self.validation_sets,
-            self.parts[0] if self.pipeline is None else self.pipeline.evaluate,
-            self.feed,
-            self.bytes_of_token,
-            self.world.gather_losses,
-            self._exchange_requests,
-        )
-
-    @contextmanager
-    def _averaged_weights(self) -> Iterator[None]:
-        """Give the model the averaged weights, and then its own back."""
-
-        assert self.optim.ema is not None
-
-        def refresh() -> None:
-            free_gathered(self.parts)
-            self.optim.refresh()
-
-        self.checkpointer.order_updates()
-        try:
-            with self.optim.ema.applied():
-                refresh()
-                yield
-        finally:
-            refresh()
 
     def save(self, saves: Sequence[Save]) -> None:
         """Save a checkpoint of the current step. Its metrics are on disk before it is published.
@@ -844,8 +680,8 @@ class Trainer:
             if self.optim.ema is not None:
                 section = self.config.ema
                 summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
-            if self.upcycled_from is not None:
-                summary["upcycled_from"] = self.upcycled_from
+            if self.origin.upcycled_from is not None:
+                summary["upcycled_from"] = self.origin.upcycled_from
             if extensions := used_extensions(self.config):
                 summary["extensions"] = extensions
             content: dict[str, Any] = {
@@ -853,7 +689,7 @@ class Trainer:
                 "summary": summary,
                 "on_published": partial(self._published, step),
             }
-            if names := self._nonfinite_state():
+            if names := nonfinite_state(self.states, self.world.step_group):
                 path = self.checkpointer.save_nonfinite(step, self.states, **content)
                 raise NonFiniteStateError(
                     f"After step {step}, {len(names)} tensors of the run's state hold an inf or "
@@ -864,19 +700,6 @@ class Trainer:
                 )
             self.checkpointer.save(saves, step, self.states, **content)
             self.garbage.collect("GC collection after checkpoint saving")
-
-    def _nonfinite_state(self) -> list[str]:
-        """Return the names of saved tensors with an inf or nan on any rank. A collective."""
-        named = (
-            (f"{key}.{name}", value)
-            for key, state in self.states.items()
-            for name, value in state.state_dict().items()
-            if isinstance(value, torch.Tensor)
-        )
-        local, group = nonfinite_names(named), self.world.step_group
-        if not any(group.sum_async([len(local)]).wait()):
-            return []
-        return sorted({name for names in group.gather_objects(local) for name in names})
 
     def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:
         """Write the checkpoint's event, and warn once if the scheduler's grace is too short.
@@ -929,8 +752,8 @@ class Trainer:
             stop = Request.WRITE_FAILED if Request.WRITE_FAILED in late else None
         code = EXIT_CODES[stop] if stop is not None else ExitCode.DONE
         cause = stop.name.lower() if stop is not None else "last_step"
-        if self.replay_bundles is not None and good is not None:
-            self.replay_bundles.write(good.step + 1)
+        if good is not None:
+            self.guard.write_bundle(good.step + 1)
         if self.is_leader:
             step = self.progress.step
             self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)

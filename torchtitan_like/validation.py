@@ -5,14 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
+from torchtitan_like.distributed.data_parallel import free_gathered
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
 from torchtitan_like.resilience.requests import decode_requests, first_stop
+
+if TYPE_CHECKING:
+    from torchtitan_like.build import DataParts
+    from torchtitan_like.distributed.parallelize import Built
+    from torchtitan_like.optim.ema import AveragedWeights
+    from torchtitan_like.optim.optimization import Optimization
+    from torchtitan_like.resolved import RankRun
 
 
 class ValidationInterrupted(Exception):
@@ -32,6 +41,73 @@ class DatasetLoss(NamedTuple):
     seconds: float
 
 
+class Validation:
+    """Validates a model on all datasets, and again with its averaged weights (`ema.validation`)."""
+
+    def __init__(
+        self, run: RankRun, data: DataParts, model: Built, optim: Optimization, feed: Feed
+    ) -> None:
+        self._run = run
+        self.data = data
+        self._model = model
+        self._optim = optim
+        self._feed = feed
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the run validates after `step`."""
+        config = self._run.config
+        is_regular = step % config.validation.freq == 0
+        return bool(self.data.validation_sets) and (
+            is_regular or step in (1, config.training.steps)
+        )
+
+    def losses(
+        self, exchange_requests: Callable[[], PendingSum]
+    ) -> Iterator[tuple[str, DatasetLoss]]:
+        """Yield the loss of each dataset by its name in validation.jsonl. A collective.
+
+        Raises ValidationInterrupted: see `losses_of_datasets`.
+        """
+        self._model.parts.eval()
+        try:
+            yield from self._losses_of_model(exchange_requests)
+            if self._optim.ema is not None and self._run.config.ema.validation:
+                with self._averaged_weights(self._optim.ema):
+                    for name, loss in self._losses_of_model(exchange_requests):
+                        yield f"{name}.ema" if name else "ema", loss
+        finally:
+            self._model.parts.train()
+
+    def _losses_of_model(
+        self, exchange_requests: Callable[[], PendingSum]
+    ) -> Iterator[tuple[str, DatasetLoss]]:
+        pipeline = self._model.pipeline
+        return losses_of_datasets(
+            self.data.validation_sets,
+            self._model.parts[0] if pipeline is None else pipeline.evaluate,
+            self._feed,
+            self.data.bytes_of_token,
+            self._run.world.gather_losses,
+            exchange_requests,
+        )
+
+    @contextmanager
+    def _averaged_weights(self, averages: AveragedWeights) -> Iterator[None]:
+        """Give the model the averaged weights, and then its own back."""
+
+        def refresh() -> None:
+            free_gathered(self._model.parts)
+            self._optim.refresh()
+
+        self._run.checkpointer.order_updates()
+        try:
+            with averages.applied():
+                refresh()
+                yield
+        finally:
+            refresh()
+
+
 def losses_of_datasets(
     datasets: Mapping[str, Iterable[Batch]],
     evaluate: Callable[..., torch.Tensor | tuple[torch.Tensor, torch.Tensor]],
@@ -39,7 +115,7 @@ def losses_of_datasets(
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
     exchange_requests: Callable[[], PendingSum],
-) -> Iterable[tuple[str, DatasetLoss]]:
+) -> Iterator[tuple[str, DatasetLoss]]:
     """Yield the exact mean loss per token of each dataset, equal on every topology. A collective.
 
     evaluate: the model, or the function that runs all of its stages; returns the sum of token

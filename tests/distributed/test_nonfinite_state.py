@@ -24,7 +24,7 @@ def run_with_nan_state(argv, name, step):
     launched, plain, starts = launched_as(), Trainer.train_step, set()
 
     def train_step(trainer, number, *args):
-        starts.add(str(trainer.start))
+        starts.add(str(trainer.origin.start))
         record = plain(trainer, number, *args)
         if number == step and trainer.world.rank == trainer.world.size - 1:
             key, _, tensor = name.partition(".")

@@ -296,7 +296,7 @@ def test_stop_request_interrupts_validation(tmp_path):
 def validate_with_a_late_batch(argv, late_batch):
     """Validate; the last rank is asked to stop while it waits for a batch. Return the rows."""
     trainer = build(argv)
-    (batches,) = trainer.validation_sets.values()
+    (batches,) = trainer.validation.data.validation_sets.values()
     read, rows = batches._read, []
 
     def late_reader():

@@ -36,7 +36,7 @@ class RecordedTrainer(train.Trainer):
 
 # All flags read from a null device are False, including "all values are finite". Without this line
 # every checkpoint would be rejected.
-train.nonfinite_names = lambda named: []
+train.nonfinite_state = lambda states, group: []
 
 
 def exchange_even_rows(

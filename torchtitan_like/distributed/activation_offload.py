@@ -8,16 +8,20 @@ so that the host does not wait for them.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.host_memory import available_bytes, host_memory
 from torchtitan_like.util.units import GIB
+
+if TYPE_CHECKING:
+    from torchtitan_like.distributed.world import HostGroup
 
 SMALLEST = 1024  # bytes; smaller storages stay on the device
 
@@ -40,6 +44,25 @@ class ActivationOffload:
             self._wrap_forward(block)
         return (
             "Applied activation offload to the model: blocks keep their activations in host memory"
+        )
+
+    def describe_peak(self, group: HostGroup) -> str:
+        """Return a line on the host memory of the fullest node. A collective of the step's ranks.
+
+        The steps that follow do not check whether memory is available.
+        """
+        self.checks_memory = False
+        local = (platform.node(), self.peak_bytes, host_memory().available)
+        peaks: dict[str, list[int]] = {}
+        free: dict[str, int] = {}
+        for node, peak, available in group.gather_objects(local):
+            peaks.setdefault(node, []).append(peak)
+            free[node] = min(available, free.get(node, available))
+        node = max(peaks, key=lambda name: sum(peaks[name]))
+        return (
+            f"Activation offload took {sum(peaks[node]) / GIB:.2f} GiB of host memory on {node} at "
+            f"its peak ({len(peaks[node])} ranks, at most {max(peaks[node]) / GIB:.2f} GiB each). "
+            f"At least {min(free.values()) / GIB:.2f} GiB are available on each node"
         )
 
     def _wrap_forward(self, block: nn.Module) -> None:

@@ -45,7 +45,7 @@ class Attempt:
     ) -> None:
         self.run = Path(run)
         self._wall_clock = wall_clock
-        self._failures = WriteFailures() if failures is None else failures
+        self.failures = WriteFailures() if failures is None else failures
         self._events = AppendOnlyFile(self.run / run_directory.EVENTS)
         if number is None:
             number = _make_folder(self.run)
@@ -70,7 +70,7 @@ class Attempt:
 
         def capture() -> None:
             try:
-                with self._failures.recording(folder):
+                with self.failures.recording(folder):
                     write_environment(folder)
             except Exception as error:
                 logger.warning(f"The environment could not be recorded in {self.folder}: {error!r}")
@@ -82,7 +82,7 @@ class Attempt:
     def event(self, kind: str, **fields: object) -> None:
         """Append one line to events.jsonl: ``{"event": kind, "time": seconds, "attempt": n, ...}``."""
         row = {"event": kind, "time": self._wall_clock(), "attempt": self.number, **fields}
-        with self._failures.recording(self._events.path):
+        with self.failures.recording(self._events.path):
             self._events.append(encode(row))
             self._events.close()
 

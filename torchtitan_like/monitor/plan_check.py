@@ -30,30 +30,31 @@ from torchtitan_like.util.plan_file import (
 class PlanCheck:
     """Writes the event `plan` at the first log line after enough steps of this attempt.
 
-    first_step: of this attempt. measures_memory: whether rows have the memory of a GPU's allocator.
+    measures_memory: whether rows have the memory of a GPU's allocator.
     """
 
     def __init__(
         self,
         plan: PlanFile,
         write_event: Callable[..., None],
-        first_step: int,
         *,
         measures_memory: bool,
     ) -> None:
         self._plan = plan
         self._write_event = write_event
-        self._skipped = first_step - 1
+        self._first_step: int | None = None  # of the attempt
         self._measures_memory = measures_memory
         self._memory: float | None = None
         self._is_done = False
 
     def observe(self, rows: Sequence[Row]) -> None:
-        """Read the rows of log steps."""
+        """Read the rows of the attempt. Only those of log steps have a time."""
         for row in rows:
+            if self._first_step is None:
+                self._first_step = row["step"]
             if self._is_done or "step_s" not in row:
                 continue
-            step = row["step"] - self._skipped
+            step = row["step"] - self._first_step + 1
             if step >= MEMORY_STEP and self._memory is None and self._measures_memory:
                 self._memory = row["memory_gib"]
             if step >= TIME_STEP:

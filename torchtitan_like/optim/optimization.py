@@ -67,6 +67,11 @@ class Optimization:
         if self.after_update is not None:
             self.after_update()
 
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers of this rank's layers with experts."""
+        return [] if self.balancer is None else [layer.number for layer in self.balancer.layers]
+
     # ---- state
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
+    from torchtitan_like.distributed.world import HostGroup
 
 Progress = TypeVar("Progress")
 
@@ -232,6 +233,23 @@ class UpdateGate(Generic[Progress]):
     def _good_steps(self) -> list[_Step[Progress]]:
         """Return the steps of the history before updates were frozen."""
         return [step for step in self._history if not step.is_frozen]
+
+
+def nonfinite_state(states: Mapping[str, Any], group: HostGroup) -> list[str]:
+    """Return the names of tensors with an inf or nan on any rank. A collective.
+
+    states: objects with a `state_dict`, by the prefix of their names.
+    """
+    named = (
+        (f"{key}.{name}", value)
+        for key, state in states.items()
+        for name, value in state.state_dict().items()
+        if isinstance(value, torch.Tensor)
+    )
+    local = nonfinite_names(named)
+    if not any(group.sum_async([len(local)]).wait()):
+        return []
+    return sorted({name for names in group.gather_objects(local) for name in names})
 
 
 @torch.no_grad()

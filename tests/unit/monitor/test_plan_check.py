@@ -28,12 +28,11 @@ def rows(first: int, last: int, log_freq: int, *, gib: float, seconds: float) ->
     return batches[:-1]
 
 
-def observe(batches: list[list[dict]], first: int = 1, **options: Any) -> list[dict]:
+def observe(batches: list[list[dict]], **options: Any) -> list[dict]:
     events: list[dict] = []
     check = PlanCheck(
         options.pop("plan", PLAN),
         lambda kind, **fields: events.append({"event": kind, **fields}),
-        first,
         measures_memory=options.pop("measures_memory", True),
     )
     for batch in batches:
@@ -62,7 +61,7 @@ def test_the_first_log_lines_after_enough_steps_count(
 
 
 def test_steps_are_counted_from_the_start_of_the_attempt() -> None:
-    (event,) = observe(rows(101, 150, 5, gib=40.0, seconds=2.0), first=101)
+    (event,) = observe(rows(101, 150, 5, gib=40.0, seconds=2.0))
     assert event["step"] == 110
 
 
