@@ -58,8 +58,6 @@ class StepRunner:
     seed: int
     model: Built
     optim: Optimization
-    gradient_sync: GradientSync
-    feed: Feed
     gate: Callable[..., torch.Tensor]
     max_norm: float
     num_sources: int
@@ -67,6 +65,10 @@ class StepRunner:
     order_updates: Callable[[], None]
     gradient_check: GradientCheck | None = None
     updating: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __post_init__(self) -> None:
+        self.feed = Feed(self.world, self.model.context)
+        self.gradient_sync = GradientSync(self.model.parts[0], self.world.dims)
 
     def compute_gradients(
         self, step: int, batch: Batch, num_valid: int, *, num_tokens: int

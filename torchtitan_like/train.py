@@ -58,7 +58,6 @@ from torchtitan_like.data.batches.batch import (
     count_valid_by_source,
 )
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
-from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.recorder import trace_file
@@ -72,7 +71,6 @@ from torchtitan_like.distributed.replica_groups import (
 )
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.extensions.used import used_extensions
-from torchtitan_like.feed import Feed
 from torchtitan_like.guard import Guard
 from torchtitan_like.models.spec import describe_size
 from torchtitan_like.monitor.attempt import open_attempt
@@ -175,13 +173,10 @@ class Trainer:
         data = build_data(run, self.seed)
         self.batches = data.batches
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
-        self.origin.warn_of_another_model(self.batches.fingerprint["tokenizer"])
-        stored_data = self.origin.stored("data")
-        if stored_data and "dataloader" not in config.checkpoint.exclude_from_loading:
-            self.batches.check_state(stored_data)
+        self._check_data()
 
-        self.start_clock.begin("build the model")
         # Model: build it on meta, shard, materialize, then initialize it from the seed.
+        self.start_clock.begin("build the model")
         name = f"{config.model.name} {config.model.flavor}"
         logger.info(f"Building {name} with {run.args}")
         logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
@@ -190,21 +185,19 @@ class Trainer:
         for line in [*model.lines, *describe_attention(run, world.device)]:
             logger.info(line)
         self.parts = model.parts
-        self.feed = Feed(world, model.context)
         self.activation_offload = model.offload
         self.start_clock.begin(weights)
         is_new = self.origin.is_new
         if is_new or "model" in config.checkpoint.exclude_from_loading:
             for part in self.parts:
                 initialize(part, run.spec.init_table(run.args), self.seed)
-        self.gradient_sync = GradientSync(self.parts[0], world.dims)
 
         # Optimizer, schedule, averages, balance of experts.
         self.optim = build_optimization(run, self.parts, world, self.seed)
         for line in self.optim.describe():
             logger.info(line)
         self.expert_metrics = ExpertMetrics(self.optim.expert_layers, world.dims.ep)
-        self.validation = Validation(run, data, model, self.optim, self.feed)
+        self.validation = Validation(run, data, model, self.optim)
 
         self._connect_groups()
 
@@ -216,23 +209,8 @@ class Trainer:
         self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
         self.numeric = numeric_fingerprint(config, world.device, world.dims.layout())
 
-        # Load. A start that fails leaves the checkpoint folder unchanged.
         self.states: dict[str, Stateful] = self._states()
-        loaded: list[str] = []
-        if self.origin.start.kind != "scratch":
-            loaded = self.checkpointer.load(starts, self.states, consider=self._fall_back)
-            self.garbage.collect("GC collection after checkpoint loading")
-        if is_new:
-            self._log_initial_weights()
-        self.origin.log_resume(self.numeric, self.batches.changes)
-        self.optim.refresh()
-        start = self.origin.start
-        if self.optim.ema is not None and EMA_KEY not in loaded:
-            self.optim.ema.start()
-            logger.info(f"EMA: the average starts from the weights of step {start.step}")
-        # The position of the data is restored, even if parts of the checkpoint were excluded.
-        self.progress = replace(self.progress, step=start.step, position=self.batches.position)
-        self.checkpointer.claim(start, partial(self._published, start.step))
+        self._load(is_new=is_new)
 
         # Non-finite steps and spikes.
         numbers = self.origin.stored("numbers") or {}
@@ -240,14 +218,12 @@ class Trainer:
             run, self.parts, self.optim, self.attempt, self.progress, numbers
         )
         if self.is_leader:
-            self.guard.observe(self.metrics, self.batches, start, self.seed)
+            self.guard.observe(self.metrics, self.batches, self.origin.start, self.seed)
         self.step_runner = StepRunner(
             world,
             self.seed,
             model,
             self.optim,
-            self.gradient_sync,
-            self.feed,
             self.guard.gate,
             config.training.max_norm,
             num_sources=len(self.batches.sources),
@@ -267,6 +243,36 @@ class Trainer:
         return self.progress.step >= self.config.training.steps
 
     # ---- start
+
+    def _check_data(self) -> None:
+        """Compare the data with what the start has stored. Raises DataMismatch."""
+        self.origin.warn_of_another_model(self.batches.fingerprint["tokenizer"])
+        stored = self.origin.stored("data")
+        if stored and "dataloader" not in self.config.checkpoint.exclude_from_loading:
+            self.batches.check_state(stored)
+
+    def _load(self, *, is_new: bool) -> None:
+        """Load the first undamaged start. If that fails, the checkpoint folder is unchanged.
+
+        is_new: new weights are in the model.
+        """
+        loaded: list[str] = []
+        if self.origin.start.kind != "scratch":
+            loaded = self.checkpointer.load(
+                self.origin.starts, self.states, consider=self._fall_back
+            )
+            self.garbage.collect("GC collection after checkpoint loading")
+        start = self.origin.start
+        if is_new:
+            self._log_initial_weights()
+        self.origin.log_resume(self.numeric, self.batches.changes)
+        self.optim.refresh()
+        if self.optim.ema is not None and EMA_KEY not in loaded:
+            self.optim.ema.start()
+            logger.info(f"EMA: the average starts from the weights of step {start.step}")
+        # The position of the data is restored, even if parts of the checkpoint were excluded.
+        self.progress = replace(self.progress, step=start.step, position=self.batches.position)
+        self.checkpointer.claim(start, partial(self._published, start.step))
 
     def _fall_back(self, start: Start) -> None:
         """Start from an older checkpoint, because all newer ones are damaged."""

@@ -44,14 +44,12 @@ class DatasetLoss(NamedTuple):
 class Validation:
     """Validates a model on all datasets, and again with its averaged weights (`ema.validation`)."""
 
-    def __init__(
-        self, run: RankRun, data: DataParts, model: Built, optim: Optimization, feed: Feed
-    ) -> None:
+    def __init__(self, run: RankRun, data: DataParts, model: Built, optim: Optimization) -> None:
         self._run = run
         self.data = data
         self._model = model
         self._optim = optim
-        self._feed = feed
+        self._feed = Feed(run.world, model.context)
 
     def is_due(self, step: int) -> bool:
         """Return whether the run validates after `step`."""

@@ -83,7 +83,7 @@ def accumulated_and_summed_gradients(argv):
     def gradients(micro_batches):
         trainer.optim.optimizer.zero_grad()
         for micro in micro_batches:
-            trainer.gradient_sync.prepare(is_last=micro == micro_batches[-1])
+            trainer.step_runner.gradient_sync.prepare(is_last=micro == micro_batches[-1])
             (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
         return {name: full(p.grad) for name, p in trainer.optim.optimizer.named}
 

@@ -25,10 +25,8 @@ from torchtitan_like.build import (
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.tokens.encoding import num_cores
-from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import World
-from torchtitan_like.feed import Feed
 from torchtitan_like.models.spec import has_experts, needs_positions
 from torchtitan_like.optim.balancing import describe_layers
 from torchtitan_like.optim.optimizer import Optimizer
@@ -138,8 +136,6 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
         0,
         model,
         optim,
-        GradientSync(model.parts[0], world.dims),
-        Feed(world, model.context),
         gate.gate,
         config.training.max_norm,
         num_sources=num_sources,
