@@ -92,13 +92,18 @@ def wait_for_threads() -> None:
     own, num_calm = str(threading.get_native_id()), 0
     while num_calm < 3:
         time.sleep(0.01)
-        stats = [
-            (task / "stat").read_text()
-            for task in Path("/proc/self/task").iterdir()
-            if task.name != own
-        ]
-        is_calm = all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+        tasks = Path("/proc/self/task").iterdir()
+        is_calm = all(is_asleep(task) for task in tasks if task.name != own)
         num_calm = num_calm + 1 if is_calm else 0
+
+
+def is_asleep(task: Path) -> bool:
+    """Return whether a thread, a folder in /proc, sleeps or has ended."""
+    try:
+        stat = (task / "stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat.rpartition(")")[2].split()[0] == "S"
 
 
 def record_trainer(argv: list[str]) -> Measured:
