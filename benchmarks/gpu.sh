@@ -5,7 +5,7 @@
 #
 # PART     what it runs (all but spikes if not given)
 #   tests    every test that needs a GPU
-#   jobs     13 trainings of 30 steps, more with several GPUs: seconds to start, tokens/s, MFU, memory
+#   jobs     13 trainings of 30 steps, more with several GPUs: seconds to start, tokens/s, MFU, memory (of the 8 large ones)
 #   compare  30 runs on the GPU and on the CPU (benchmarks/cpu_gpu.py)
 #   spikes   equal runs of a mixture of experts, gradient norms compared (benchmarks/gradient_spikes.py), 2 minutes
 # FOLDER   wheels of the packages that a machine with nothing but torch lacks
@@ -107,7 +107,17 @@ PY
   return "$code"
 }
 
-run_jobs() {
+# Small models show that they work: they share the machine with the tests and comparisons.
+start_small_jobs() {
+  start qwen3-moe train 180 qwen3-moe 1 qwen3_moe_debug
+  start qwen3-moe-compiled train 180 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
+  start deepseek-compiled train 180 deepseek-compiled 1 deepseek_v3_debug --compile.enable
+  start gpt-oss-compiled train 180 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
+  start llama4 train 180 llama4 1 llama4_debug
+}
+
+# These have the GPU for themselves: what they show is speed and memory.
+run_large_jobs() {
   local large="debug_model --model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
   local op="--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
   local float8="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"
@@ -123,13 +133,6 @@ run_jobs() {
     train 80 1b-float8-compiled 1 $large --compile.enable $float8
     train 60 1b-saved 1 $large $save --checkpoint.async_mode async_with_pinned_mem
     train 80 8b-full-compiled 1 $large $half --model.flavor 8B --compile.enable --activation_checkpoint.mode full
-    # These are small: what they show is that they work. They share the GPU to save time.
-    start qwen3-moe train 90 qwen3-moe 1 qwen3_moe_debug
-    start qwen3-moe-compiled train 90 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
-    start deepseek-compiled train 90 deepseek-compiled 1 deepseek_v3_debug --compile.enable
-    start gpt-oss-compiled train 90 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
-    start llama4 train 90 llama4 1 llama4_debug
-    finish
     if [ "$NGPU" -gt 1 ]; then
       part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
         -m torchtitan_like node bench --sizes 1MB,32MB,1GB
@@ -145,15 +148,15 @@ run_jobs() {
   part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version())'
   part 10 "nvidia-smi" nvidia-smi
   part 20 "node check" "$PYTHON" -m torchtitan_like node check --gpus "$NGPU"
-  # Neither measures time, so they share the machine.
   if is_wanted tests; then
     start tests part 180 "tests" "$PYTHON" -m pytest -q -m gpu -n 4 -p no:cacheprovider --durations=0 tests/unit tests/distributed
   fi
   if is_wanted compare; then
     start compare part 180 "compare with the CPU" "$PYTHON" -m benchmarks.cpu_gpu
   fi
+  is_wanted jobs && start_small_jobs
   finish
-  is_wanted jobs && run_jobs
+  is_wanted jobs && run_large_jobs
   if is_wanted spikes; then
     part 120 "spikes" "$PYTHON" benchmarks/gradient_spikes.py runs "$OUT/spikes" --seconds 90
   fi
