@@ -385,6 +385,7 @@ def products_of_compiled(model: nn.Module, x: torch.Tensor) -> Counter[str]:
 
 def saved_by_compiled(model: nn.Module, x: torch.Tensor) -> int:
     """Return the bytes that a compiled block keeps for its backward, without its input."""
+    torch._dynamo.reset()  # after blocks of another length, its graphs would have dynamic shapes
     (block,) = model.layers.values()
     block.compile(fullgraph=True, backend="aot_eager_decomp_partition")
     excluded = {t.untyped_storage()._cdata for t in (x, *model.parameters(), *model.buffers())}
