@@ -686,8 +686,8 @@ class Trainer:
             if self.optim.ema is not None:
                 section = self.config.ema
                 summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
-            if self.origin.upcycled_from is not None:
-                summary["upcycled_from"] = self.origin.upcycled_from
+            if (dense := self.origin.upcycled_from) is not None:
+                summary["upcycled_from"] = dense
             if extensions := used_extensions(self.config):
                 summary["extensions"] = extensions
             content: dict[str, Any] = {

@@ -304,8 +304,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any, grad: Tensor, _token_grad: None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         d_hidden, d_weight = ctx.saved_tensors
-        # CUDA rounds a factor without dimensions to the dtype of the other one. In bfloat16 that would
-        # change the gradients of all layers by up to 0.4 %.
+        # CUDA rounds a factor without dimensions to the dtype of the other one. In bfloat16 that
+        # would change the gradients of all layers below by up to 0.4 %.
         grad = grad.reshape(1)
         if d_hidden is not None:
             d_hidden = torch.mul(d_hidden, grad, out=torch.empty_like(d_hidden))
