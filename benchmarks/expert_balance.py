@@ -67,8 +67,9 @@ def observe(watch: Stopwatch, trainer: Trainer) -> None:
     balancer: Any = trainer.optim.balancer
     balancer.prepare = watch.timed("update", balancer.prepare)
     balancer.update = watch.timed("update", balancer.update)
-    driver: Any = trainer
-    driver._expert_row = watch.timed("metrics", trainer._expert_row)
+    experts: Any = trainer.metrics.experts
+    balancer.read = watch.timed("metrics", balancer.read)
+    experts.row = watch.timed("metrics", experts.row)
 
 
 def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, dict[str, float]]:
@@ -92,7 +93,7 @@ def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, di
                 started = time.process_time()
                 record = trainer.train_step(number, inputs, inputs.agreement.wait())
                 trainer.metrics.record(record)
-                trainer.metrics.log(number, trainer._expert_row())
+                trainer.metrics.log(number, trainer.optim.expert_loads())
                 steps.append(time.process_time() - started)
                 parts.append(dict(watch.seconds))
         finally:

@@ -150,10 +150,8 @@ def work(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosit
     world = build_world(run, launched)
     last_rows: list[Row] = []
     with closing(build_checkpointer(run, world)) as checkpointer:
-        trainer: Any = Trainer(
-            attach(run, world, checkpointer, requests, position),
-            checkpointer.find_start(run.config.training.steps),
-        )
+        starts = checkpointer.find_start(run.config.training.steps)
+        trainer: Any = Trainer(attach(run, world, checkpointer, starts, requests, position))
         train_step = trainer.train_step
 
         def counted(step: int, *rest: Any) -> Any:

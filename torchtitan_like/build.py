@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
+from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
+from torchtitan_like.checkpoint.origin import Origin
+from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
@@ -20,8 +24,10 @@ from torchtitan_like.data.build import build_train_batches, build_validation_set
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.initialize import initialize
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.extensions.optimizers import ExtensionError
@@ -29,8 +35,16 @@ from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
 from torchtitan_like.models.layers.moe import choose_in_turn, describe_experts
-from torchtitan_like.models.spec import fit_positions, get_spec, needs_positions, resolve_args
-from torchtitan_like.monitor.attempt import Attempt
+from torchtitan_like.models.spec import (
+    describe_size,
+    fit_positions,
+    get_spec,
+    needs_positions,
+    resolve_args,
+)
+from torchtitan_like.monitor.attempt import open_attempt
+from torchtitan_like.monitor.experts import ExpertMetrics
+from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
@@ -45,11 +59,13 @@ from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_ent
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
 from torchtitan_like.optim.schedule import build_schedule
-from torchtitan_like.resilience.heartbeat import RankPosition
+from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util import registry
+from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.plan_file import settings_of
 from torchtitan_like.util.shards import local_positions
 
@@ -68,19 +84,60 @@ def attach(
     run: Run,
     world: World,
     checkpointer: Checkpointer,
+    starts: Sequence[Start],
     requests: Requests | None = None,
     position: RankPosition | None = None,
     clock: StartClock | None = None,
 ) -> RankRun:
-    """Return the run of this rank. Without requests, position or clock it has new ones."""
+    """Open the attempt of a run, and return the run of this rank. A collective.
+
+    starts: what it may start from. Without requests, position or clock it has new ones. Raises
+    StorageError if rank 0 cannot write, and ChangedError if settings that shape the run have
+    changed.
+    """
+    config, start = run.config, starts[0]
+    position = position or RankPosition()
+    clock = clock or StartClock(world.rank == 0)
+    verb = "compile and run" if config.compile.enable else "run"
+    weights = "initialize the weights" if start.kind == "scratch" else "load the weights"
+    clock.plan("read the data", "build the model", weights, f"{verb} step {start.step + 1}")
+    failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
+    attempt = open_attempt(config, world, failures)
+    position.attempt_folder = attempt.folder
+    heartbeat = Heartbeat(
+        attempt.folder,
+        position,
+        world.rank,
+        num_ranks=world.size,
+        trace=trace_file(config.comm, attempt.run, world.rank),
+        failures=failures,
+    )
+    numeric = numeric_fingerprint(config, world.device, world.dims.layout())
+    batch_size = run.geometry.global_batch_size
+    origin = Origin(starts, config, numeric, global_batch_size=batch_size)
     return RankRun(
         **{field.name: getattr(run, field.name) for field in fields(Run)},
         world=world,
         checkpointer=checkpointer,
         requests=requests or Requests(),
-        position=position or RankPosition(),
-        clock=clock or StartClock(world.rank == 0),
+        position=position,
+        clock=clock,
+        attempt=attempt,
+        heartbeat=heartbeat,
+        origin=origin,
+        seed=_agree_on_seed(config, start, world),
     )
+
+
+def _agree_on_seed(config: JobConfig, start: Start, world: World) -> int:
+    """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
+    chosen = config.debug.seed
+    seed = start.seed if chosen is None else chosen
+    if seed is None:  # replica groups start on their own, and need the same seed
+        seed = 0 if config.fault_tolerance.enable else secrets.randbits(31)
+    seed = int(world.step_group.broadcast_object(seed))
+    logger.info(f"Seed: {seed}" + ("" if chosen is not None else " (debug.seed is unset)"))
+    return seed
 
 
 def build_checkpointer(run: Run, world: World) -> Checkpointer:
@@ -124,11 +181,11 @@ class DataParts:
     bytes_of_token: Tensor
 
 
-def build_data(run: RankRun, seed: int) -> DataParts:
+def build_data(run: RankRun) -> DataParts:
     """Build tokenizer, training batches at position 0 and validation batches. A collective.
 
-    A request to stop interrupts their reading.
-    Raises DataMismatch on every rank if the ranks read different datasets.
+    A request to stop interrupts their reading. Raises DataMismatch on every rank if the ranks read
+    different datasets, or another one than the run to resume.
     """
     config, world = run.config, run.world
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
@@ -145,13 +202,17 @@ def build_data(run: RankRun, seed: int) -> DataParts:
     batches = build_train_batches(
         config.training,
         config.data,
-        seed=seed,
+        seed=run.seed,
         num_accumulation=run.geometry.num_micro_batches,
         replica_group=config.fault_tolerance.share,
         **shared,
     )
     validation_sets = build_validation_sets(config.validation, config.data, **shared)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
+    run.origin.warn_of_another_model(batches.fingerprint["tokenizer"])
+    stored = run.origin.stored("data")
+    if stored and "dataloader" not in config.checkpoint.exclude_from_loading:
+        batches.check_state(stored)
     batches.is_interrupted = run.requests.has_stop
     for validation_set in validation_sets.values():
         validation_set.is_interrupted = run.requests.has_stop
@@ -178,7 +239,28 @@ def model_sections(config: JobConfig) -> Sections:
     )
 
 
-def build_model(run: Run, world: World, *, with_tokens: bool) -> Built:
+def build_model(run: RankRun, data: DataParts) -> Built:
+    """Build this rank's model parts, and draw their weights unless a checkpoint has all of them.
+
+    Raises ConfigError if the selected attention backend cannot compute this model.
+    """
+    config = run.config
+    run.clock.begin_next()
+    name = f"{config.model.name} {config.model.flavor}"
+    logger.info(f"Building {name} with {run.args}")
+    logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
+    with_tokens = bool(data.batches.sources or data.validation_sets)
+    model = build_sharded_model(run, run.world, with_tokens=with_tokens)
+    for line in [*model.lines, *describe_attention(run, run.world.device)]:
+        logger.info(line)
+    run.clock.begin_next()
+    if run.origin.initializes:
+        for part in model.parts:
+            initialize(part, run.spec.init_table(run.args), run.seed)
+    return model
+
+
+def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Built:
     """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
     with_tokens: see `chunked_cross_entropy`.
@@ -301,15 +383,14 @@ def build_update_gate(
 # ---- metrics
 
 
-def build_metrics(
-    run: RankRun, attempt: Attempt, *, sources: Sequence[str], run_config: Mapping[str, object]
-) -> Metrics:
+def build_metrics(run: RankRun, *, sources: Sequence[str], expert_layers: list[int]) -> Metrics:
     """Build the metrics of a run, and log the peak FLOP/s of the hardware. A collective.
 
-    run_config: the masked configuration, which W&B shows.
+    sources: names of the data. expert_layers: numbers of this rank's layers with experts.
     Raises the errors of observers on all ranks.
     """
-    config, section, world, failures = run.config, run.config.metrics, run.world, attempt.failures
+    config, section, world, attempt = run.config, run.config.metrics, run.world, run.attempt
+    failures = attempt.failures
     observers = Observers()
     if section.observers:
         world.step_group.run_on_leader(
@@ -330,9 +411,10 @@ def build_metrics(
         RowCollector(world.gather_losses, sources),
         throughput,
         memory,
-        build_sinks(section, attempt.run, world.rank, failures, run_config),
+        build_sinks(section, attempt.run, world.rank, failures, mask_values(config.model_dump())),
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
         observers,
+        ExpertMetrics(expert_layers, world.dims.ep),
         log_freq=section.log_freq,
         last_step=config.training.steps,
     )

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import xxhash
 
-from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import Progress, Stateful
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.quorum import Quorum, SharedState
@@ -38,8 +37,8 @@ class GroupTrainer(Trainer):
     groups: ReplicaGroups
     method: Method | None = None  # synchronizes weights every few steps; None: gradients at each
 
-    def __init__(self, run: RankRun, starts: list[Start]) -> None:
-        super().__init__(run, starts)
+    def __init__(self, run: RankRun) -> None:
+        super().__init__(run)
         if self.method is not None and self.origin.start.kind != "resume":
             self.method.reset()
 
@@ -49,9 +48,6 @@ class GroupTrainer(Trainer):
         super().close()
 
     # ---- start
-
-    def _new_seed(self) -> int:
-        return 0  # the groups start on their own, and need the same seed
 
     def _connect_groups(self) -> None:
         section = self.config.fault_tolerance
@@ -81,7 +77,7 @@ class GroupTrainer(Trainer):
         del sections["fault_tolerance"]["replica_id"]
         training = self.config.training
         shared = [
-            self.seed,
+            self.run.seed,
             self.batches.fingerprint,
             asdict(self.run.geometry),
             repr(self.run.args),

@@ -8,10 +8,8 @@ import torch
 from torch import nn
 
 from torchtitan_like.build import build_update_gate
-from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import Progress
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.overflow import OverflowDetector
@@ -38,7 +36,7 @@ class Guard(Generic[Input]):
     | `replicas` | weights that differ where they should be equal |
     | `check_overflow` | an inf or nan in a module, which it names (`debug.detect_overflow`) |
 
-    progress, numbers: after the loaded step, and the gate's state in its manifest ({} if none).
+    progress: after the loaded step.
     """
 
     def __init__(
@@ -46,17 +44,16 @@ class Guard(Generic[Input]):
         run: RankRun,
         parts: nn.ModuleList,
         optim: Optimization,
-        attempt: Attempt,
+        batches: TrainBatches,
+        metrics: Metrics,
         progress: Progress,
-        numbers: dict[str, Any],
     ) -> None:
         self._run = run
         self._optim = optim
-        self._attempt = attempt
+        self._attempt = run.attempt
         config, world = run.config, run.world
-        self._bundles: ReplayBundleWriter | None = None
-        self.restore(progress, numbers)
-        self.reruns: Reruns[Input] = Reruns(attempt.event)
+        self.restore(progress, run.origin.stored("numbers") or {})
+        self.reruns: Reruns[Input] = Reruns(run.attempt.event)
         self.gradient_check: GradientCheck | None = None
         if optim.optimizer.is_atomic:
             self.gradient_check = GradientCheck(
@@ -74,18 +71,16 @@ class Guard(Generic[Input]):
             self._overflow = OverflowDetector(
                 parts, config.debug, run.position.step_and_micro_batch
             )
-
-    def observe(self, metrics: Metrics, batches: TrainBatches, start: Start, seed: int) -> None:
-        """Read the rows of the run: non-finite steps, spikes, steps that run again. On rank 0."""
-        run = self._run
-        self._bundles = ReplayBundleWriter(run, self._attempt, batches, start, seed=seed)
-        spikes = SpikeDetector(
-            run.config.resilience,
-            write_event=self._attempt.event,
-            pin_before=run.checkpointer.pin_before,
-            write_bundle=self._bundles.write_spike,
-        )
-        metrics.observers += [self._bundles.observe, spikes.observe, self.reruns.observe]
+        self._bundles: ReplayBundleWriter | None = None
+        if world.rank == 0:
+            self._bundles = ReplayBundleWriter(run, batches)
+            spikes = SpikeDetector(
+                config.resilience,
+                write_event=run.attempt.event,
+                pin_before=run.checkpointer.pin_before,
+                write_bundle=self._bundles.write_spike,
+            )
+            metrics.observers += [self._bundles.observe, spikes.observe, self.reruns.observe]
 
     def write_bundle(self, step: int) -> None:
         """Write the replay bundle of the non-finite step that ends the run. On rank 0."""

@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.resilience.nonfinite import HISTORY
 from torchtitan_like.resolved import RankRun
@@ -45,19 +43,16 @@ class ReplayBundleWriter:
 
     Each bundle names the checkpoint to replay from, and pins it.
 
-    start: the start of the attempt. seed: the run's seed.
     """
 
-    def __init__(
-        self, run: RankRun, attempt: Attempt, batches: TrainBatches, start: Start, *, seed: int
-    ) -> None:
-        self._attempt = attempt
+    def __init__(self, run: RankRun, batches: TrainBatches) -> None:
+        self._attempt = run.attempt
         self._checkpointer = run.checkpointer
         self._batches = batches
-        self._start = start
-        self._seed = seed
+        self._start = run.origin.start
+        self._seed = run.seed
         self._policy = run.config.resilience.on_nonfinite
-        self._failures = attempt.failures
+        self._failures = run.attempt.failures
         # A run with frozen updates stops before it makes more rows.
         self._nonfinite_rows: deque[Mapping[str, Any]] = deque(maxlen=HISTORY)
         self._num_pins = 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
@@ -14,13 +13,16 @@ from torchtitan_like.models.spec import (
     has_experts,
     resolve_args,
 )
+from torchtitan_like.util.run_directory import log_file
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
+    from torchtitan_like.checkpoint.origin import Origin
     from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import World
+    from torchtitan_like.monitor.attempt import Attempt
     from torchtitan_like.monitor.start_clock import StartClock
-    from torchtitan_like.resilience.heartbeat import RankPosition
+    from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
     from torchtitan_like.resilience.requests import Requests
 
 
@@ -73,7 +75,8 @@ class RankRun(Run):
     """A run with what one of its ranks has from the start of the process to its end.
 
     requests: of signals and files, to save or stop. position: where the rank is, for reports of
-    errors and hangs. clock: reports how long the start takes.
+    errors and hangs. clock: reports how long the start takes. attempt: the files of this start.
+    origin: what the run starts from. seed: of all randomness.
     """
 
     world: World
@@ -81,12 +84,30 @@ class RankRun(Run):
     requests: Requests
     position: RankPosition
     clock: StartClock
+    attempt: Attempt
+    heartbeat: Heartbeat
+    origin: Origin
+    seed: int
 
 
-def facts_of(run: RankRun, data: str, first_step: int, log: Path) -> str:
+def describe_step(run: Run, warmup_steps: int) -> str:
+    """Return a log line with the sizes of a step."""
+    training, geometry = run.config.training, run.geometry
+    num_tokens = geometry.global_batch_size * training.seq_len
+    return (
+        f"Trainer is initialized with local batch size {training.local_batch_size}, "
+        f"global batch size {geometry.global_batch_size} "
+        f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
+        f"gradient accumulation steps {geometry.num_micro_batches}, "
+        f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
+        f"total steps {training.steps} (warmup {warmup_steps})"
+    )
+
+
+def facts_of(run: RankRun, data: str, first_step: int) -> str:
     """Return six facts about a run, as the lines of one text for a terminal.
 
-    data: names of the training data. log: this rank's log file.
+    data: names of the training data.
     """
     config, training, geometry = run.config, run.config.training, run.geometry
     layout = ", ".join(f"{name} {size}" for name, size in run.dims.layout().items())
@@ -100,7 +121,7 @@ def facts_of(run: RankRun, data: str, first_step: int, log: Path) -> str:
         "data": data,
         "batch": f"{geometry.global_batch_size} x {training.seq_len:,} = {num_tokens:,} tokens",
         "steps": f"{first_step:,} to {training.steps:,}, {saved}",
-        "log": str(log),
+        "log": str(log_file(run.attempt.folder, run.world.rank)),
     }
     return "\n         ".join(f"{name:<6}  {fact}" for name, fact in facts.items())
 

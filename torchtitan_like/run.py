@@ -141,8 +141,8 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
                 code = ExitCode.INTERRUPTED
             else:
                 clock = resources.enter_context(StartClock(launched.rank == 0))
-                rank_run = attach(run, world, checkpointer, requests, position, clock)
-                trainer = trainer_of(config)(rank_run, starts)
+                rank_run = attach(run, world, checkpointer, starts, requests, position, clock)
+                trainer = trainer_of(config)(rank_run)
                 code = trainer.train()
         except LockedError:
             raise
@@ -155,8 +155,8 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
         except Exception as problem:
             if is_out_of_memory(problem):
                 logger.error(oom_advice())
-                if trainer is not None and trainer.expert_metrics.fullest_expert:
-                    logger.error(trainer.expert_metrics.fullest_expert)
+                if trainer is not None and trainer.metrics.experts.fullest_expert:
+                    logger.error(trainer.metrics.experts.fullest_expert)
             raise
         finally:  # after the error messages: `close` closes the log file
             if trainer is not None:
@@ -166,7 +166,7 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
         is_alone = trainer is not None and code is ExitCode.BAD_DATA
         # Before old checkpoints are deleted, which may take longer than a scheduler waits.
         if launched.rank == 0 or is_alone:
-            failures = None if trainer is None else trainer.failures
+            failures = None if trainer is None else trainer.attempt.failures
             code = write_end(config.job.dump_folder, code, step, failures or WriteFailures())
     if world is not None:
         world.leave()
@@ -266,7 +266,7 @@ def open_trainer(
         resources.callback(world.leave)
         checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
         starts = checkpointer.find_start(config.training.steps, dump_toml(config))
-        trainer = trainer_of(config)(attach(run, world, checkpointer), starts)
+        trainer = trainer_of(config)(attach(run, world, checkpointer, starts))
         resources.callback(trainer.close)
         yield trainer
 

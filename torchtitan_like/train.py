@@ -21,7 +21,6 @@ if __name__ == "__main__":
 
     end_process(main(command_line))
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -37,10 +36,7 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimization,
-    describe_attention,
 )
-from torchtitan_like.checkpoint.fingerprint import numeric_fingerprint
-from torchtitan_like.checkpoint.origin import Origin
 from torchtitan_like.checkpoint.saving import Save
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import (
@@ -49,7 +45,6 @@ from torchtitan_like.checkpoint.stateful import (
     Progress,
     Stateful,
 )
-from torchtitan_like.checkpoint.stored_weights import EMA_KEY
 from torchtitan_like.config import dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
@@ -59,8 +54,7 @@ from torchtitan_like.data.batches.batch import (
 )
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
 from torchtitan_like.distributed.determinism import seed_everything
-from torchtitan_like.distributed.initialize import initialize, weight_hash
-from torchtitan_like.distributed.recorder import trace_file
+from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.replica_groups import (
     GroupLostError,
     GroupMismatch,
@@ -72,17 +66,12 @@ from torchtitan_like.distributed.replica_groups import (
 from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.guard import Guard
-from torchtitan_like.models.spec import describe_size
-from torchtitan_like.monitor.attempt import open_attempt
-from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.monitor.rows import Row, StepRecord
-from torchtitan_like.optim.schedule import SavedSchedule
+from torchtitan_like.monitor.rows import StepRecord
 from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
 from torchtitan_like.resilience.gradient_check import WrongGradientsError
-from torchtitan_like.resilience.heartbeat import Heartbeat
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,
@@ -96,14 +85,12 @@ from torchtitan_like.resilience.requests import (
     decode_requests,
     first_stop,
 )
-from torchtitan_like.resolved import RankRun, facts_of
+from torchtitan_like.resolved import RankRun, describe_step, facts_of
 from torchtitan_like.step import StepRunner
-from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.files import WriteFailures, storage_error
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.plan_file import MODULES_EVENT
-from torchtitan_like.util.run_directory import DATA_WAIT, log_file
+from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.validation import Validation, ValidationInterrupted
 
 
@@ -123,106 +110,48 @@ class StepInput:
 class Trainer:
     """Builds a run from its configuration. `train` then runs its steps."""
 
-    def __init__(self, run: RankRun, starts: list[Start]) -> None:
-        """Build all parts, and load the first undamaged start of `starts`.
+    def __init__(self, run: RankRun) -> None:
+        """Build all parts, and load the first undamaged start of `run.origin`.
 
         A collective. Raises the errors of `run.CODES` on every rank.
         """
-        self.start_clock, world = run.clock, run.world
-        weights = "initialize the weights" if starts[0].kind == "scratch" else "load the weights"
         config = run.config
-        first_step = "compile and run step" if config.compile.enable else "run step"
-        first_step += f" {starts[0].step + 1}"
-        self.start_clock.plan("read the data", "build the model", weights, first_step)
-        self.start_clock.begin("read the data")
-        self.run = run
-        self.config = config
-        self.world = world
-        self.checkpointer = run.checkpointer
-        self.requests = run.requests
-        self.position = run.position
-        self.is_leader = world.rank == 0
-
-        # Run directory and log file.
-        self.failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
-        masked_config = mask_values(config.model_dump())
-        self.attempt = open_attempt(
-            config.job, world, self.failures, config=masked_config, toml_text=dump_toml(config)
-        )
-        self.position.attempt_folder = self.attempt.folder
-        self.heartbeat = Heartbeat(
-            self.attempt.folder,
-            self.position,
-            world.rank,
-            num_ranks=world.size,
-            trace=trace_file(config.comm, self.attempt.run, world.rank),
-            failures=self.failures,
-        )
-
-        # The start: a checkpoint, weights, or new weights.
-        batch_size = run.geometry.global_batch_size
-        self.origin = Origin(starts, config, global_batch_size=batch_size)
-        self.progress = Progress(step=self.origin.start.step)
-
-        # All randomness depends on one seed.
-        self.seed = self._agree_on_seed()
-        seed_everything(self.seed)
+        self.run, self.config = run, config
+        self.world, self.checkpointer = run.world, run.checkpointer
+        self.requests, self.position = run.requests, run.position
+        self.attempt, self.origin = run.attempt, run.origin
+        self.is_leader = run.world.rank == 0
+        self.progress = Progress(step=run.origin.start.step)
         self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
-        # Data. Check it against the checkpoint before building the model, which takes minutes.
-        data = build_data(run, self.seed)
+        # All randomness depends on one seed.
+        seed_everything(run.seed)
+        # The data is checked against the checkpoint before the model is built, which takes minutes.
+        data = build_data(run)
         self.batches = data.batches
         self.read_batch: Callable[[], Batch | None] = partial(next, self.batches, None)
-        self._check_data()
-
-        # Model: build it on meta, shard, materialize, then initialize it from the seed.
-        self.start_clock.begin("build the model")
-        name = f"{config.model.name} {config.model.flavor}"
-        logger.info(f"Building {name} with {run.args}")
-        logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
-        with_tokens = bool(self.batches.sources or data.validation_sets)
-        model = build_model(run, world, with_tokens=with_tokens)
-        for line in [*model.lines, *describe_attention(run, world.device)]:
-            logger.info(line)
-        self.parts = model.parts
-        self.activation_offload = model.offload
-        self.start_clock.begin(weights)
-        is_new = self.origin.is_new
-        if is_new or "model" in config.checkpoint.exclude_from_loading:
-            for part in self.parts:
-                initialize(part, run.spec.init_table(run.args), self.seed)
-
-        # Optimizer, schedule, averages, balance of experts.
-        self.optim = build_optimization(run, self.parts, world, self.seed)
+        self.model = build_model(run, data)
+        self.parts = self.model.parts
+        self.optim = build_optimization(run, self.parts, run.world, run.seed)
         for line in self.optim.describe():
             logger.info(line)
-        self.expert_metrics = ExpertMetrics(self.optim.expert_layers, world.dims.ep)
-        self.validation = Validation(run, data, model, self.optim)
-
+        self.validation = Validation(run, data, self.model, self.optim)
         self._connect_groups()
-
-        # Metrics and the reasons to stop.
         self.metrics = build_metrics(
-            run, self.attempt, sources=self.batches.sources, run_config=masked_config
+            run, sources=self.batches.sources, expert_layers=self.optim.expert_layers
         )
         self.switches = Switches(self.attempt.run, config.resilience)
-        self.limits = Limits(config.resilience, world.device, keeps_time=self.is_leader)
-        self.numeric = numeric_fingerprint(config, world.device, world.dims.layout())
+        self.limits = Limits(config.resilience, run.world.device, keeps_time=self.is_leader)
 
-        self.states: dict[str, Stateful] = self._states()
-        self._load(is_new=is_new)
-
-        # Non-finite steps and spikes.
-        numbers = self.origin.stored("numbers") or {}
+        self.states = self._states()
+        self._load()
         self.guard: Guard[StepInput] = Guard(
-            run, self.parts, self.optim, self.attempt, self.progress, numbers
+            run, self.parts, self.optim, self.batches, self.metrics, self.progress
         )
-        if self.is_leader:
-            self.guard.observe(self.metrics, self.batches, self.origin.start, self.seed)
         self.step_runner = StepRunner(
-            world,
-            self.seed,
-            model,
+            run.world,
+            run.seed,
+            self.model,
             self.optim,
             self.guard.gate,
             config.training.max_norm,
@@ -234,9 +163,12 @@ class Trainer:
 
         # Metrics continue after the last row of the loaded step.
         self.metrics.n_tokens_seen = self.progress.n_tokens_seen
-        world.step_group.run_on_leader(self._rewind_metrics)
-        self._log_geometry()
-        self.start_clock.begin(first_step)
+        manifest = self.origin.own_manifest(self.checkpointer.folder)
+        run.world.step_group.run_on_leader(
+            partial(self.metrics.rewind, self.progress.step, manifest)
+        )
+        self._log_step()
+        run.clock.begin_next()
 
     @property
     def is_finished(self) -> bool:
@@ -244,19 +176,10 @@ class Trainer:
 
     # ---- start
 
-    def _check_data(self) -> None:
-        """Compare the data with what the start has stored. Raises DataMismatch."""
-        self.origin.warn_of_another_model(self.batches.fingerprint["tokenizer"])
-        stored = self.origin.stored("data")
-        if stored and "dataloader" not in self.config.checkpoint.exclude_from_loading:
-            self.batches.check_state(stored)
-
-    def _load(self, *, is_new: bool) -> None:
-        """Load the first undamaged start. If that fails, the checkpoint folder is unchanged.
-
-        is_new: new weights are in the model.
-        """
+    def _load(self) -> None:
+        """Load the first undamaged start. If that fails, the checkpoint folder is unchanged."""
         loaded: list[str] = []
+        is_new = self.origin.is_new  # new weights are in the model
         if self.origin.start.kind != "scratch":
             loaded = self.checkpointer.load(
                 self.origin.starts, self.states, consider=self._fall_back
@@ -265,11 +188,8 @@ class Trainer:
         start = self.origin.start
         if is_new:
             self._log_initial_weights()
-        self.origin.log_resume(self.numeric, self.batches.changes)
-        self.optim.refresh()
-        if self.optim.ema is not None and EMA_KEY not in loaded:
-            self.optim.ema.start()
-            logger.info(f"EMA: the average starts from the weights of step {start.step}")
+        self.origin.log_resume(self.batches.changes)
+        self.optim.start_without(loaded, start.step)
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=start.step, position=self.batches.position)
         self.checkpointer.claim(start, partial(self._published, start.step))
@@ -279,38 +199,19 @@ class Trainer:
         self.origin.fall_back(start)
         self.progress = Progress(step=start.step)
 
-    def _agree_on_seed(self) -> int:
-        """Return debug.seed, the seed of the resumed run, or a new one. Broadcasts from rank 0."""
-        chosen = self.config.debug.seed
-        seed = chosen if chosen is not None else self.origin.start.seed
-        if seed is None:
-            seed = self._new_seed()
-        seed = int(self.world.step_group.broadcast_object(seed))
-        logger.info(f"Seed: {seed}" + ("" if chosen is not None else " (debug.seed is unset)"))
-        return seed
-
-    def _new_seed(self) -> int:
-        return secrets.randbits(31)
-
     def _states(self) -> dict[str, Stateful]:
         """Return the states of a checkpoint, by the names of `checkpoint.exclude_from_loading`."""
 
         def restore_progress(state: dict[str, Any]) -> None:
             self.progress = Progress(**state)
 
-        peak_lr = self.config.optimizer.lr
-        states: dict[str, Stateful] = {
+        return {
             "model": ModelState(self.parts),
-            "optimizer": self.optim,
-            "lr_scheduler": SavedSchedule(
-                self.optim.schedule, lambda: self.origin.start.step + 1, peak_lr
-            ),
+            **self.optim.states(lambda: self.origin.start.step + 1),
             "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
+            **self.optim.average_states(),
         }
-        if self.optim.ema is not None:
-            states[EMA_KEY] = self.optim.ema
-        return states
 
     def _data_state(self) -> dict[str, Any]:
         """Return the state of the data after the last trained step."""
@@ -367,34 +268,18 @@ class Trainer:
         start = self.origin.start
         source = f"{start.path} (upcycled) and " if start.upcycles else ""
         logger.info(
-            f"Initial weights from {source}seed {self.seed}, hash {sum(hashes) % 2**64:016x} "
+            f"Initial weights from {source}seed {self.run.seed}, hash {sum(hashes) % 2**64:016x} "
             "on any topology"
         )
 
-    def _rewind_metrics(self) -> None:
-        """Move rows after the loaded step out of metrics.jsonl. On rank 0."""
-        start = self.origin.start
-        is_own = start.path is not None and start.path.parent == self.checkpointer.folder
-        is_resumed = start.kind == "resume" and is_own
-        with storage_error(self.attempt.run):
-            self.metrics.rewind(self.progress.step, (start.manifest or {}) if is_resumed else None)
-
-    def _log_geometry(self) -> None:
-        """Log the sizes of a step."""
-        training, geometry = self.config.training, self.run.geometry
-        num_tokens = geometry.global_batch_size * training.seq_len
+    def _log_step(self) -> None:
+        """Log the sizes of a step. A terminal shows six facts about the run instead."""
+        training = self.config.training
         names = [supply.key for supply in self.batches.order.supplies if supply.key]
         data = ", ".join(names) or str(training.dataset_path or training.dataset)
-        log = log_file(self.attempt.folder, self.world.rank)
-        logger.info(
-            f"Trainer is initialized with local batch size {training.local_batch_size}, "
-            f"global batch size {geometry.global_batch_size} "
-            f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
-            f"gradient accumulation steps {geometry.num_micro_batches}, "
-            f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
-            f"total steps {training.steps} (warmup {self.optim.schedule.warmup_steps})",
-            extra=on_screen(facts_of(self.run, data, self.progress.step + 1, log)),
-        )
+        facts = facts_of(self.run, data, self.progress.step + 1)
+        line = describe_step(self.run, self.optim.schedule.warmup_steps)
+        logger.info(line, extra=on_screen(facts))
 
     # ---- loop
 
@@ -421,12 +306,12 @@ class Trainer:
             self.world.rank,
             self.progress.step,
             self.world.step_group.barrier,
-            self.failures,
+            self.attempt.failures,
         )
         self.requests.defer_signals = True
         self.guard.update_gate.start_holding()
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
-        self.heartbeat.start()
+        self.run.heartbeat.start()
         with profiling as profiler:
             self.read_batch = profiler.annotate(DATA_WAIT, self.read_batch)
             following, is_warmup, last_profiled = self.fetch(first_step), True, 0
@@ -480,7 +365,7 @@ class Trainer:
                 is_held = needs_host and self.guard.update_gate.is_held()
                 if is_logged and not is_held:
                     self.guard.check_overflow()
-                    self.metrics.log(step, self._expert_row())
+                    self.metrics.log(step, self.optim.expert_loads())
                 if step > last_profiled:  # a step that runs again is in the profile of the next one
                     profiler.step()
                     last_profiled = step
@@ -520,23 +405,17 @@ class Trainer:
         for request in {Request.SAVE, Request.EXPORT}.intersection(requests):
             self.requests.add(request)
 
-    def _expert_row(self) -> Row | None:
-        """Return the metrics of the experts at a log step; None for a dense model."""
-        if self.optim.balancer is None:
-            return None
-        return self.expert_metrics.row(**self.optim.balancer.read()._asdict())
-
     def _finish_warmup(self) -> None:
         """Shorten the time-outs after the first step, which compiles. A collective."""
-        self.start_clock.begin(None)
+        self.run.clock.begin_next()
         seconds = self.config.comm.train_timeout_seconds
         self.world.tighten_timeouts(timedelta(seconds=seconds))
         self.position.stall_seconds = 0.8 * seconds
         if self.is_leader:
             modules = self.optim.kept_bytes()
             self.attempt.event(MODULES_EVENT, step=self.progress.step, modules=modules)
-        if self.activation_offload is not None:
-            logger.info(self.activation_offload.describe_peak(self.world.step_group))
+        if self.model.offload is not None:
+            logger.info(self.model.offload.describe_peak(self.world.step_group))
 
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
         """Run one step on a batch (`StepRunner`), and record progress.
@@ -627,7 +506,7 @@ class Trainer:
         """Record the requests of this rank to all ranks."""
         own = {
             Request.SAVE_FAILED: self.checkpointer.has_failed(),
-            Request.WRITE_FAILED: self.failures.stop_is_due(),
+            Request.WRITE_FAILED: self.attempt.failures.stop_is_due(),
             Request.SAVE: self.is_leader and self.checkpointer.is_overdue(),
         }
         requests = [request for request, is_wanted in own.items() if is_wanted]
@@ -669,23 +548,21 @@ class Trainer:
         step = self.progress.step
         self.position.move("save", step)
         self.metrics.flush(step)
-        if not self.failures.continues:
+        if not self.attempt.failures.continues:
             self.world.step_group.run_on_leader(self.metrics.check_written)
         self.guard.replicas.check(step)
         with self.metrics.throughput.pause():
             self.garbage.collect("GC collection before checkpoint saving")
             summary = {
-                "seed": self.seed,
+                "seed": self.run.seed,
                 "global_batch_size": self.run.geometry.global_batch_size,
                 "metrics_bytes": self.metrics.byte_offset(step),
-                "numeric": self.numeric,
+                "numeric": self.origin.numeric,
                 "data": self._data_state(),
                 "numbers": self.guard.update_gate.state_dict(),
                 **asdict(self.progress),
+                **self.optim.summary(),
             }
-            if self.optim.ema is not None:
-                section = self.config.ema
-                summary[EMA_KEY] = {"decay": section.decay, "warmup": section.warmup}
             if (dense := self.origin.upcycled_from) is not None:
                 summary["upcycled_from"] = dense
             if extensions := used_extensions(self.config):
@@ -697,13 +574,7 @@ class Trainer:
             }
             if names := nonfinite_state(self.states, self.world.step_group):
                 path = self.checkpointer.save_nonfinite(step, self.states, **content)
-                raise NonFiniteStateError(
-                    f"After step {step}, {len(names)} tensors of the run's state hold an inf or "
-                    f"nan: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Expected "
-                    f"finite numbers, so step {step} is not published. The state is in {path} for "
-                    "study; a restart uses the checkpoint before it. Check the learning rate and "
-                    "the machine's memory before you start again"
-                )
+                raise NonFiniteStateError(step, names, path)
             self.checkpointer.save(saves, step, self.states, **content)
             self.garbage.collect("GC collection after checkpoint saving")
 
@@ -714,10 +585,8 @@ class Trainer:
         """
         form = save.suffix.lstrip(".") or save.kind
         self.attempt.event("save", step=step, path=str(path), form=form, seconds=seconds)
-        if form == "full" and (
-            warning := self.limits.grace_warning(self.metrics.throughput.step_seconds, seconds)
-        ):
-            logger.warning(warning)
+        if form == "full":
+            self.limits.check_grace(self.metrics.throughput.step_seconds, seconds)
 
     # ---- close
 
@@ -726,8 +595,8 @@ class Trainer:
         self.guard.check_overflow()
         self._forget_held()  # the next start runs the step again
         self.metrics.flush(self.progress.step)
-        if stop is Request.TERMINATE and (warning := self.limits.stop_warning()):
-            logger.warning(warning)
+        if stop is Request.TERMINATE:
+            self.limits.warn_of_untested_grace()
         good = self.guard.update_gate.last_good_progress()
         if good is not None:
             # Updates were skipped since the last finite step: its weights are unchanged.
@@ -772,9 +641,9 @@ class Trainer:
 
     def close(self) -> None:
         """Flush and release files and threads."""
-        self.heartbeat.close()
+        self.run.heartbeat.close()
         self.metrics.close()
         self.garbage.close()
-        if lost := self.failures.summary():
+        if lost := self.attempt.failures.summary():
             logger.warning(f"Failed writes of rank {self.world.rank} by file: {lost}")
         add_file(None)

@@ -133,10 +133,8 @@ def build(argv: list[str]) -> Trainer:
     world = build_world(run, LaunchedAs(rank, rank, world_size))
     checkpointer = build_checkpointer(run, world)
     try:
-        return Trainer(
-            attach(run, world, checkpointer),
-            checkpointer.find_start(run.config.training.steps),
-        )
+        starts = checkpointer.find_start(run.config.training.steps)
+        return Trainer(attach(run, world, checkpointer, starts))
     except BaseException:
         checkpointer.close()
         raise

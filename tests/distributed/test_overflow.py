@@ -31,7 +31,7 @@ def train(argv, corrupted=None, value=3e38, ranks=(0, 1)):
     try:
         trainer.train()
     except NonFiniteError as error:
-        trainer.heartbeat.close()
+        trainer.run.heartbeat.close()
         return str(error)
     finally:
         release(trainer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.checkpoint.changes import (
@@ -26,12 +27,19 @@ logger = logging.getLogger()
 class Origin:
     """The start of a run: the first of `starts`, or an older one if that is damaged.
 
-    global_batch_size: of this run. Raises ChangedError if settings that shape the run have changed.
+    numeric: `numeric_fingerprint` of this run. global_batch_size: of this run.
+    Raises ChangedError if settings that shape the run have changed.
     """
 
     def __init__(
-        self, starts: Sequence[Start], config: JobConfig, *, global_batch_size: int
+        self,
+        starts: Sequence[Start],
+        config: JobConfig,
+        numeric: dict[str, Any],
+        *,
+        global_batch_size: int,
     ) -> None:
+        self.numeric = numeric
         self._config = config
         self._global_batch_size = global_batch_size
         self.starts = starts
@@ -48,10 +56,21 @@ class Origin:
         manifest = self.start.manifest or {}
         return manifest.get(key) if self.start.kind == "resume" else None
 
+    def own_manifest(self, folder: Path) -> dict[str, Any] | None:
+        """Return the manifest of a step in the run's own `folder` that it resumes; else None."""
+        start = self.start
+        is_own = start.path is not None and start.path.parent == folder
+        return start.manifest or {} if start.kind == "resume" and is_own else None
+
     @property
     def is_new(self) -> bool:
         """Whether the weights, or those of new experts, come from the seed."""
         return self.start.kind == "scratch" or self.start.upcycles
+
+    @property
+    def initializes(self) -> bool:
+        """Whether the model's weights are drawn from the seed, before a checkpoint is loaded."""
+        return self.is_new or "model" in self._config.checkpoint.exclude_from_loading
 
     @property
     def upcycled_from(self) -> str | None:
@@ -75,14 +94,14 @@ class Origin:
                 "them, unless the change is intended"
             )
 
-    def log_resume(self, numeric: dict[str, Any], data_changes: Sequence[str]) -> None:
+    def log_resume(self, data_changes: Sequence[str]) -> None:
         """Log whether a resumed run repeats the one that it continues.
 
-        numeric: `numeric_fingerprint` of this run. data_changes: names of the datasets that differ.
+        data_changes: names of the datasets that differ.
         """
         if self.start.kind == "resume":
             differences = [*self._differences, *(f"data: {name}" for name in data_changes)]
-            line = resume_line(self.stored("numeric"), numeric, differences)
+            line = resume_line(self.stored("numeric"), self.numeric, differences)
             logger.info(f"Resume: {line}", extra=on_screen())
 
     def _compare(self, start: Start) -> list[str]:

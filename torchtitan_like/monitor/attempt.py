@@ -9,13 +9,14 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.monitor.environment import write_environment
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.util import run_directory
+from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.files import (
     AppendOnlyFile,
     WriteFailures,
@@ -25,7 +26,7 @@ from torchtitan_like.util.files import (
 from torchtitan_like.util.jsonl import encode
 
 if TYPE_CHECKING:
-    from torchtitan_like.config.sections_run import Job
+    from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import World
 
 
@@ -91,24 +92,23 @@ class Attempt:
         (self.run / run_directory.EXIT).unlink(missing_ok=True)
 
 
-def open_attempt(
-    job: Job, world: World, failures: WriteFailures, *, config: Mapping[str, object], toml_text: str
-) -> Attempt:
+def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> Attempt:
     """Create the folder of this attempt, write its configuration, and log to it. A collective.
-
-    config: the masked values, for `job.save_config_file`. toml_text: the configuration as TOML.
 
     Raises StorageError on every rank if rank 0 cannot write.
     """
-    run = job.dump_folder
+    from torchtitan_like.config import dump_toml  # loads pydantic
+
+    run = config.job.dump_folder
 
     def make() -> int:
         with storage_error(run):
             attempt = Attempt(run)
-            attempt.write_config(toml_text)
-            if name := job.save_config_file:
+            attempt.write_config(dump_toml(config))
+            if name := config.job.save_config_file:
+                masked = mask_values(config.model_dump())
                 (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(attempt.run / name, json.dumps(config, indent=2))
+                write_atomically(attempt.run / name, json.dumps(masked, indent=2))
             attempt.remove_exit()
             return attempt.number
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.memory import MemoryMonitor
 from torchtitan_like.monitor.row_files import RowFiles
 from torchtitan_like.monitor.rows import Row, RowCollector, StepRecord
@@ -44,6 +45,7 @@ class Metrics:
         sinks: Sequence[Sink],
         files: RowFiles | None,
         user_observers: Observers,
+        experts: ExpertMetrics,
         *,
         log_freq: int,
         last_step: int,
@@ -55,6 +57,7 @@ class Metrics:
         self.throughput = throughput
         self.memory = memory
         self.sinks = sinks
+        self.experts = experts
         self._files = files
         self._user_observers = user_observers
         self._log_freq = log_freq
@@ -79,10 +82,10 @@ class Metrics:
         """Return True for the first step of the run, every `log_freq`-th, and the last."""
         return step == 1 or step % self._log_freq == 0 or step == self._last_step
 
-    def log(self, step: int, experts: Row | None = None) -> Row:
+    def log(self, step: int, loads: Mapping[str, Any] | None = None) -> Row:
         """Write the rows of all steps since the last call; show and return the row of `step`.
 
-        experts: see `ExpertMetrics.row`; None for a dense model.
+        loads: the arguments of `ExpertMetrics.row`; none for a dense model.
         """
         rows = self.rows.collect()
         row = self.rows.last_row
@@ -90,8 +93,8 @@ class Metrics:
         memory = self.memory.read()
         measured = self.throughput.measure()
         row.update({"memory_gib": memory.gib, **measured})
-        if experts is not None:
-            row["moe"] = experts
+        if loads:
+            row["moe"] = self.experts.row(**loads)
         self._write(rows)
         progress = self.throughput.progress(step, self._last_step)
         for sink in self.sinks:
@@ -158,7 +161,10 @@ class Metrics:
     # ---- start, checkpoints, end
 
     def rewind(self, step: int, saved: Mapping[str, Any] | None = None) -> None:
-        """Move the rows beyond the loaded step (0: none) out of the files."""
+        """Move the rows beyond the loaded step (0: none) out of the files.
+
+        saved: see `RowFiles.rewind`. Raises StorageError.
+        """
         if self._files is not None:
             self._files.rewind(step, saved)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.util import run_directory
-from torchtitan_like.util.files import StorageError, WriteFailures
+from torchtitan_like.util.files import StorageError, WriteFailures, storage_error
 from torchtitan_like.util.jsonl import JsonlFile
 
 if TYPE_CHECKING:
@@ -72,11 +72,12 @@ class RowFiles:
         """Move the rows beyond `step` to `*.discarded-<attempt>.jsonl`. No step occurs twice then.
 
         saved: summary of the checkpoint of `step`, if it belongs to this run directory. Logs a
-        warning if it describes another metrics.jsonl. Raises OSError.
+        warning if it describes another metrics.jsonl. Raises StorageError.
         """
         for file in (self._steps, self._validation):
             discarded = self._folder / f"{file.path.stem}.discarded-{self._attempt}.jsonl"
-            num_moved = file.rewind(step, discarded)
+            with storage_error(self._folder):
+                num_moved = file.rewind(step, discarded)
             if num_moved:
                 logger.info(
                     f"Moved {num_moved} rows beyond step {step} "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from torchtitan_like.monitor.log import logger
@@ -26,22 +26,26 @@ class StartClock:
     ) -> None:
         self._is_leader = is_leader
         self._clock = clock
+        self._parts: Iterator[str] = iter(())
         self._part: tuple[str, float] | None = None  # and when it began
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._report, name="start clock", daemon=True)
 
     def plan(self, *parts: str) -> None:
-        """Log what will be done until step 1 is done."""
+        """Log what will be done until the first step is done, and begin the first part."""
         self._log(f"Until the first step is done: {', '.join(parts)}")
+        self._parts = iter(parts)
+        self.begin_next()
 
-    def begin(self, part: str | None) -> None:
-        """Log the seconds of the part before, and begin a part. None: the first step is done."""
+    def begin_next(self) -> None:
+        """Log the seconds of the current part, and begin the next one, if there is one."""
         now = self._clock()
         if self._part is not None:
             former, began = self._part
             self._log(f"Done in {now - began:.1f} s: {former}")
-        self._part = None if part is None else (part, now)
-        if part is None:
+        following = next(self._parts, None)
+        self._part = None if following is None else (following, now)
+        if following is None:
             self._end.set()
 
     def __enter__(self) -> StartClock:

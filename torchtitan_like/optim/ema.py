@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,6 +86,10 @@ class AveragedWeights:
         finally:
             for name, shard in shards.items():
                 shard.copy_(own[name])
+
+    def summary(self) -> dict[str, Any]:
+        """Return the settings of the average."""
+        return {"decay": self._decay, "warmup": self._has_warmup}
 
     def describe(self) -> str:
         """Return a line for the log, with the memory of this rank's shards."""

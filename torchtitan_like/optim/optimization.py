@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import torch
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer, kept_bytes
-from torchtitan_like.optim.schedule import RegisteredSchedule, Schedule
+from torchtitan_like.optim.schedule import RegisteredSchedule, SavedSchedule, Schedule
 
 if TYPE_CHECKING:
     from torchtitan_like.util.plan_file import ModuleBytes
 
+logger = logging.getLogger()
 Tensor = torch.Tensor
 
 
@@ -72,7 +74,34 @@ class Optimization:
         """The numbers of this rank's layers with experts."""
         return [] if self.balancer is None else [layer.number for layer in self.balancer.layers]
 
+    def expert_loads(self) -> dict[str, Any]:
+        """Return the routing of a logged step (`ExpertLoads`); {} for a dense model."""
+        return {} if self.balancer is None else self.balancer.read()._asdict()
+
     # ---- state
+
+    def states(self, first_step: Callable[[], int]) -> dict[str, Any]:
+        """Return the parts with a state but the averages, by their names in a checkpoint.
+
+        first_step: returns the first step that this run will train.
+        """
+        schedule = SavedSchedule(self.schedule, first_step, self.optimizer.peak_lr)
+        return {"optimizer": self, "lr_scheduler": schedule}
+
+    def average_states(self) -> dict[str, AveragedWeights]:
+        """Return the averages with their name in a checkpoint; none without `[ema]`."""
+        return {} if self.ema is None else {"ema": self.ema}
+
+    def summary(self) -> dict[str, Any]:
+        """Return what the manifest of a checkpoint says of these parts."""
+        return {} if self.ema is None else {"ema": self.ema.summary()}
+
+    def start_without(self, loaded: Collection[str], step: int) -> None:
+        """Start from the weights of `step` what is not among the `loaded` states."""
+        if self.ema is not None and "ema" not in loaded:
+            self.ema.start()
+            logger.info(f"EMA: the average starts from the weights of step {step}")
+        self.refresh()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the live state of the optimizer and of the experts' balance."""

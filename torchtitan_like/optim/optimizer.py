@@ -166,7 +166,7 @@ class Optimizer:
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
         self.lr: float = section.lr
         self.group_lr: dict[str, float] = {}
-        self._peak_lr: float = section.lr
+        self.peak_lr: float = section.lr
         self._peak_group_lr = {
             name: group.lr or section.lr for name, group in section.groups.items()
         }
@@ -183,7 +183,7 @@ class Optimizer:
 
     def scale_lr(self, factor: float) -> None:
         """Set the learning rates of the next update to `factor` times their peaks."""
-        self.lr = self._peak_lr * factor
+        self.lr = self.peak_lr * factor
         self.group_lr = {name: peak * factor for name, peak in self._peak_group_lr.items()}
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:

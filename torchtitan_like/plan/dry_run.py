@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_like.build import (
-    build_model,
     build_optimization,
+    build_sharded_model,
     build_update_gate,
     model_sections,
 )
@@ -112,7 +112,7 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
     num_sources = len(config.data.sources) if len(config.data.sources) > 1 else 0
     with recorder.allocating("parameters"):
         with_tokens = num_sources > 0 or config.validation.enable
-        model = build_model(run, world, with_tokens=with_tokens)
+        model = build_sharded_model(run, world, with_tokens=with_tokens)
     if model.offload is not None:
         model.offload.checks_memory = False  # of the host of the run, not of this one
     for part in model.parts:

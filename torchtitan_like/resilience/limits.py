@@ -95,8 +95,8 @@ class Limits:
                 requests.append(Request.GPU_MEMORY)
         return requests
 
-    def grace_warning(self, step_seconds: float, save_seconds: float) -> str | None:
-        """Return a warning, once, if the scheduler's grace period is too short for a checkpoint.
+    def check_grace(self, step_seconds: float, save_seconds: float) -> None:
+        """Warn once if the scheduler's grace period is too short for a checkpoint.
 
         A signal may come at the start of a step, and saving may wait for the disk. The estimate is
         twice the time of a step and a checkpoint.
@@ -104,20 +104,20 @@ class Limits:
         self._has_timed_a_checkpoint = True
         needed, grace = 2 * (step_seconds + save_seconds), self._section.grace_seconds
         if needed <= grace or self._has_warned_of_grace:
-            return None
+            return
         self._has_warned_of_grace = True
-        return (
+        logger.warning(
             f"resilience.grace_seconds is {grace:g}, too short to save a checkpoint. Expected at "
             f"least {needed:.0f} s: 2 x (step {step_seconds:.1f} s + checkpoint "
             f"{save_seconds:.1f} s). Raise resilience.grace_seconds and the scheduler's notice "
             "(sbatch --signal=B:USR1@SECONDS or terminationGracePeriodSeconds)"
         )
 
-    def stop_warning(self) -> str | None:
-        """Return a warning for a run that a signal stops before its first full checkpoint."""
+    def warn_of_untested_grace(self) -> None:
+        """Warn if a signal stops the run before its first full checkpoint."""
         if self._has_timed_a_checkpoint:
-            return None
-        return (
+            return
+        logger.warning(
             "The run stops by a signal, and no checkpoint has shown yet whether "
             f"resilience.grace_seconds = {self._section.grace_seconds:g} is enough to save one. "
             "Expected a scheduler that waits for it, but many kill after 30 to 60 s: if no 'Saved' "

@@ -7,7 +7,7 @@ non-finite loss reaches every gradient and thereby the norm.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -28,7 +28,19 @@ FEWEST_NORMS = 20  # of which a median is taken
 
 
 class NonFiniteStateError(Exception):
-    """The state to save holds an inf or nan, so no run can resume from it."""
+    """The state to save holds an inf or nan, so no run can resume from it.
+
+    names: of its tensors. path: of the state, which is saved for study.
+    """
+
+    def __init__(self, step: int, names: Sequence[str], path: str | None) -> None:
+        super().__init__(
+            f"After step {step}, {len(names)} tensors of the run's state hold an inf or "
+            f"nan: {', '.join(names[:5])}{' ...' if len(names) > 5 else ''}. Expected "
+            f"finite numbers, so step {step} is not published. The state is in {path} for "
+            "study; a restart uses the checkpoint before it. Check the learning rate and "
+            "the machine's memory before you start again"
+        )
 
 
 def holds_high_norms(section: Resilience, *, has_experts: bool, is_atomic: bool) -> bool:

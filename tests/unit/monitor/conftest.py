@@ -10,6 +10,7 @@ import torch
 
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
 from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.memory import HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.row_files import RowFiles
@@ -68,6 +69,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
             build_sinks(section or MetricsSection(), folder, rank, failures, run_config={}),
             RowFiles(folder, attempt, failures) if rank == 0 else None,
             Observers(),
+            ExpertMetrics([0, 2]),
             log_freq=log_freq,
             last_step=total_steps,
             wall_clock=lambda: 1.7e9 + clock.now,

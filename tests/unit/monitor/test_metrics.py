@@ -17,7 +17,6 @@ import torch
 
 from tests.harness.runner import ROOT
 from tests.unit.monitor.conftest import Clock
-from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.rows import StepRecord
 from torchtitan_like.monitor.sinks import Dashboard
@@ -28,6 +27,12 @@ EXACT_KEYS = [
     "grad_norm", "lr", "data_digest", "data_digest_chain", "skipped",
 ]  # fmt: skip
 TOKENS = 1000
+LOADS: dict[str, Any] = {
+    "choices": [[2, 2], [3, 1]],
+    "router_z": [1.0, 2.0],
+    "aux_loss": None,
+    "bias_range": None,
+}
 
 
 class Scalars(Dashboard):
@@ -325,7 +330,7 @@ def test_every_key_of_a_row_is_documented_and_written(
         clock.now += 1.0
         metrics.record(record(step, skipped=torch.tensor(float(step in (2, 4))), **by_source))
         if metrics.due(step):
-            metrics.log(step, experts={})
+            metrics.log(step, LOADS)
     kinds = [["log steps"], ["skipped steps"], [], ["log steps", "skipped steps"]]
     for row, kind in zip(read_rows(tmp_path / "metrics.jsonl"), kinds, strict=True):
         in_row = {key for key, rows in measured.items() if rows in ("all", *kind)}
@@ -334,17 +339,14 @@ def test_every_key_of_a_row_is_documented_and_written(
 
 def test_every_metric_of_experts_is_documented_and_computed(build: Callable[..., Metrics]) -> None:
     documented = documented_keys("| key of `moe` | rows | meaning |")
-    experts = ExpertMetrics([0, 2])
-    loads: Any = {"choices": [[2, 2], [3, 1]], "router_z": [1.0, 2.0]}
     kinds = {"losses": {"aux_loss": [1.0, 1.5]}, "biases": {"bias_range": [0.0, 0.1]}}
     for kind, extra in kinds.items():
-        row = experts.row(**loads, **({"aux_loss": None, "bias_range": None} | extra))
-        assert row.keys() == {key for key, rows in documented.items() if rows in ("all", kind)}
         sink = Scalars()
         metrics = build(total_steps=1)
         metrics.sinks = [sink]
         metrics.record(record(1))
-        metrics.log(1, row)
+        row = metrics.log(1, LOADS | extra)["moe"]
+        assert row.keys() == {key for key, rows in documented.items() if rows in ("all", kind)}
         scalars = {name[4:] for name in sink.written[1] if name.startswith("moe/")}
         assert scalars == row.keys() - {"max_violation_by_layer"}
 

@@ -19,14 +19,13 @@ def test_each_part_is_reported(
     now = 100.0
     with StartClock(clock=lambda: now) as clock:
         clock.plan("read the data", "run step 1")
-        clock.begin("read the data")
         now += 1.25
-        clock.begin("run step 1")
+        clock.begin_next()
         now += 12
         deadline = time.monotonic() + 10
         while "so far" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
-        clock.begin(None)
+        clock.begin_next()
         num_lines = len(caplog.records)
     lines = dict.fromkeys(record.getMessage() for record in caplog.records)
     assert list(lines) == [
@@ -46,10 +45,9 @@ def test_other_ranks_and_a_start_that_fails_report_nothing(
     monkeypatch.setattr(start_clock, "INTERVAL", 0.01)
     with StartClock(is_leader=False) as clock:
         clock.plan("read the data")
-        clock.begin("read the data")
-        clock.begin(None)
+        clock.begin_next()
     with pytest.raises(ValueError), StartClock() as clock:
-        clock.begin("read the data")
+        clock.plan("read the data")
         raise ValueError
     caplog.clear()
     time.sleep(0.05)

@@ -123,15 +123,15 @@ def test_the_fuller_of_cgroup_and_host_is_reported(tmp_path: Path) -> None:
     assert used_memory_percent(tmp_path) == pytest.approx(host, abs=5)
 
 
-def test_a_grace_period_that_is_too_short_is_reported_once() -> None:
+def test_a_grace_period_that_is_too_short_is_reported_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     run_limits = build(Clock(), section={"grace_seconds": 60})
-    assert "no checkpoint has shown yet" in str(run_limits.stop_warning())
-    assert run_limits.grace_warning(10, 20) is None
-    assert run_limits.stop_warning() is None
-    warning = run_limits.grace_warning(10, 21)
-    assert (
-        warning is not None
-        and "Expected at least 62 s" in warning
-        and "grace_seconds is 60," in warning
-    )
-    assert run_limits.grace_warning(10, 21) is None
+    run_limits.warn_of_untested_grace()
+    run_limits.check_grace(10, 20)
+    run_limits.warn_of_untested_grace()
+    for _ in range(2):
+        run_limits.check_grace(10, 21)
+    untested, too_short = caplog.messages
+    assert "no checkpoint has shown yet" in untested
+    assert "grace_seconds is 60," in too_short and "Expected at least 62 s" in too_short
