@@ -29,11 +29,10 @@ import torch
 
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.resilience.agreement import StepAgreement, send
+from torchtitan_like.resilience.agreement import Requests, StepAgreement, Switches, first_stop, send
 from torchtitan_like.resilience.heartbeat import RankPosition
 from torchtitan_like.resilience.limits import Limits, used_memory_percent
 from torchtitan_like.resilience.nonfinite import UpdateGate
-from torchtitan_like.resilience.requests import Requests, Switches, first_stop
 from torchtitan_like.resilience.spikes import SpikeDetector
 
 STEPS = 500

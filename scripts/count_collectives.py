@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torchtitan_like.distributed.world import LaunchedAs, World
+    from torchtitan_like.resilience.agreement import Requests
     from torchtitan_like.resilience.heartbeat import RankPosition
-    from torchtitan_like.resilience.requests import Requests
     from torchtitan_like.resolved import Run
     from torchtitan_like.util.exit_codes import ExitCode
 

@@ -23,8 +23,9 @@ from torchtitan_like.data.batches.validation import ValidationBatches
 from torchtitan_like.data.build import build_train_batches, build_validation_sets
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
+from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
-from torchtitan_like.distributed.initialize import initialize
+from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
 from torchtitan_like.distributed.recorder import trace_file
@@ -44,6 +45,7 @@ from torchtitan_like.models.spec import (
 )
 from torchtitan_like.monitor.attempt import open_attempt
 from torchtitan_like.monitor.experts import ExpertMetrics
+from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
@@ -59,9 +61,9 @@ from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_ent
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
 from torchtitan_like.optim.schedule import build_schedule
+from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util import registry
 from torchtitan_like.util.credentials import mask_values
@@ -115,6 +117,8 @@ def attach(
     numeric = numeric_fingerprint(config, world.device, world.dims.layout())
     batch_size = run.geometry.global_batch_size
     origin = Origin(starts, config, numeric, global_batch_size=batch_size)
+    seed = _agree_on_seed(config, start, world)
+    seed_everything(seed)
     return RankRun(
         **{field.name: getattr(run, field.name) for field in fields(Run)},
         world=world,
@@ -122,10 +126,11 @@ def attach(
         requests=requests or Requests(),
         position=position,
         clock=clock,
+        garbage=GarbageCollection(config.training.gc_freq, config.training.gc_debug),
         attempt=attempt,
         heartbeat=heartbeat,
         origin=origin,
-        seed=_agree_on_seed(config, start, world),
+        seed=seed,
     )
 
 
@@ -258,6 +263,17 @@ def build_model(run: RankRun, data: DataParts) -> Built:
         for part in model.parts:
             initialize(part, run.spec.init_table(run.args), run.seed)
     return model
+
+
+def log_initial_weights(run: RankRun, parts: nn.ModuleList) -> None:
+    """Log a hash of the weights that is equal on every topology. A collective."""
+    hashes = run.world.step_group.gather_objects(sum(map(weight_hash, parts)))
+    start = run.origin.start
+    source = f"{start.path} (upcycled) and " if start.upcycles else ""
+    logger.info(
+        f"Initial weights from {source}seed {run.seed}, hash {sum(hashes) % 2**64:016x} "
+        "on any topology"
+    )
 
 
 def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Built:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.config import dump_toml
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 from torchtitan_like.models.spec import (
     ModelSpec,
@@ -13,6 +17,7 @@ from torchtitan_like.models.spec import (
     has_experts,
     resolve_args,
 )
+from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import log_file
 
 if TYPE_CHECKING:
@@ -21,9 +26,13 @@ if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import World
     from torchtitan_like.monitor.attempt import Attempt
+    from torchtitan_like.monitor.garbage import GarbageCollection
     from torchtitan_like.monitor.start_clock import StartClock
+    from torchtitan_like.resilience.agreement import Requests
     from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
-    from torchtitan_like.resilience.requests import Requests
+
+
+logger = logging.getLogger()
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,11 @@ class Run:
         training, validation = self.config.training, self.config.validation
         return max(training.seq_len, validation.seq_len if validation.enable else 0)
 
+    @cached_property
+    def config_toml(self) -> str:
+        """The configuration as checkpoints and the run directory store it, with secrets masked."""
+        return dump_toml(self.config)
+
     @property
     def flops_per_token(self) -> float:
         return self.spec.flops_per_token(self.args, self.config.training.seq_len)
@@ -84,27 +98,33 @@ class RankRun(Run):
     requests: Requests
     position: RankPosition
     clock: StartClock
+    garbage: GarbageCollection
     attempt: Attempt
     heartbeat: Heartbeat
     origin: Origin
     seed: int
 
 
-def describe_step(run: Run, warmup_steps: int) -> str:
-    """Return a log line with the sizes of a step."""
+def log_sizes(run: RankRun, names: Sequence[str], first_step: int, warmup_steps: int) -> None:
+    """Log the sizes of a step. A terminal shows six facts about the run instead.
+
+    names: of the training data, where it has several sources.
+    """
     training, geometry = run.config.training, run.geometry
     num_tokens = geometry.global_batch_size * training.seq_len
-    return (
+    data = ", ".join(names) or str(training.dataset_path or training.dataset)
+    logger.info(
         f"Trainer is initialized with local batch size {training.local_batch_size}, "
         f"global batch size {geometry.global_batch_size} "
         f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
         f"gradient accumulation steps {geometry.num_micro_batches}, "
         f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
-        f"total steps {training.steps} (warmup {warmup_steps})"
+        f"total steps {training.steps} (warmup {warmup_steps})",
+        extra=on_screen(_facts_of(run, data, first_step)),
     )
 
 
-def facts_of(run: RankRun, data: str, first_step: int) -> str:
+def _facts_of(run: RankRun, data: str, first_step: int) -> str:
     """Return six facts about a run, as the lines of one text for a terminal.
 
     data: names of the training data.

@@ -35,10 +35,10 @@ from torchtitan_like.monitor.errors import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock
+from torchtitan_like.resilience.agreement import EXIT_CODES, Requests, Stopped, Switches
 from torchtitan_like.resilience.heartbeat import RankPosition, kill_hung_peers
 from torchtitan_like.resilience.nonfinite import NonFiniteStateError
 from torchtitan_like.resilience.replicas import ReplicaError
-from torchtitan_like.resilience.requests import EXIT_CODES, Requests, Stopped, Switches
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
@@ -128,7 +128,7 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
         try:
             world = build_world(run, launched)
             checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
-            starts = checkpointer.find_start(config.training.steps, dump_toml(config))
+            starts = checkpointer.find_start(config.training.steps, run.config_toml)
             step = starts[0].step
             if step >= config.training.steps:
                 manifest = starts[0].manifest or {}
@@ -265,7 +265,7 @@ def open_trainer(
         world = build_world(run, launched, group)
         resources.callback(world.leave)
         checkpointer = resources.enter_context(closing(build_checkpointer(run, world)))
-        starts = checkpointer.find_start(config.training.steps, dump_toml(config))
+        starts = checkpointer.find_start(config.training.steps, run.config_toml)
         trainer = trainer_of(config)(attach(run, world, checkpointer, starts))
         resources.callback(trainer.close)
         yield trainer

@@ -36,16 +36,15 @@ from torchtitan_like.build import (
     build_metrics,
     build_model,
     build_optimization,
+    log_initial_weights,
 )
 from torchtitan_like.checkpoint.saving import Save
-from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import (
     JsonState,
     ModelState,
     Progress,
     Stateful,
 )
-from torchtitan_like.config import dump_toml
 from torchtitan_like.data.batches.batch import (
     Batch,
     chain_digest,
@@ -53,8 +52,6 @@ from torchtitan_like.data.batches.batch import (
     count_valid_by_source,
 )
 from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
-from torchtitan_like.distributed.determinism import seed_everything
-from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.replica_groups import (
     GroupLostError,
     GroupMismatch,
@@ -63,14 +60,20 @@ from torchtitan_like.distributed.replica_groups import (
     Losses,
     common_position,
 )
-from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.guard import Guard
-from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.profiler import maybe_profile
 from torchtitan_like.monitor.rows import StepRecord
-from torchtitan_like.resilience.agreement import PendingAgreement, StepAgreement, send
+from torchtitan_like.resilience.agreement import (
+    EXIT_CODES,
+    PendingAgreement,
+    Request,
+    StepAgreement,
+    Switches,
+    first_stop,
+    send,
+)
 from torchtitan_like.resilience.gradient_check import WrongGradientsError
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
@@ -78,19 +81,10 @@ from torchtitan_like.resilience.nonfinite import (
     NonFiniteStateError,
     nonfinite_state,
 )
-from torchtitan_like.resilience.requests import (
-    EXIT_CODES,
-    Request,
-    Switches,
-    decode_requests,
-    first_stop,
-)
-from torchtitan_like.resolved import RankRun, describe_step, facts_of
+from torchtitan_like.resolved import RankRun, log_sizes
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.output import on_screen
-from torchtitan_like.util.plan_file import MODULES_EVENT
-from torchtitan_like.util.run_directory import DATA_WAIT
 from torchtitan_like.validation import Validation, ValidationInterrupted
 
 
@@ -119,13 +113,10 @@ class Trainer:
         self.run, self.config = run, config
         self.world, self.checkpointer = run.world, run.checkpointer
         self.requests, self.position = run.requests, run.position
-        self.attempt, self.origin = run.attempt, run.origin
+        self.attempt, self.origin, self.garbage = run.attempt, run.origin, run.garbage
         self.is_leader = run.world.rank == 0
         self.progress = Progress(step=run.origin.start.step)
-        self.garbage = GarbageCollection(config.training.gc_freq, config.training.gc_debug)
 
-        # All randomness depends on one seed.
-        seed_everything(run.seed)
         # The data is checked against the checkpoint before the model is built, which takes minutes.
         data = build_data(run)
         self.batches = data.batches
@@ -167,7 +158,8 @@ class Trainer:
         run.world.step_group.run_on_leader(
             partial(self.metrics.rewind, self.progress.step, manifest)
         )
-        self._log_step()
+        names = [supply.key for supply in self.batches.order.supplies if supply.key]
+        log_sizes(run, names, self.progress.step + 1, self.optim.schedule.warmup_steps)
         run.clock.begin_next()
 
     @property
@@ -182,22 +174,17 @@ class Trainer:
         is_new = self.origin.is_new  # new weights are in the model
         if self.origin.start.kind != "scratch":
             loaded = self.checkpointer.load(
-                self.origin.starts, self.states, consider=self._fall_back
+                self.origin.starts, self.states, consider=self.origin.fall_back
             )
             self.garbage.collect("GC collection after checkpoint loading")
         start = self.origin.start
         if is_new:
-            self._log_initial_weights()
+            log_initial_weights(self.run, self.parts)
         self.origin.log_resume(self.batches.changes)
         self.optim.start_without(loaded, start.step)
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=start.step, position=self.batches.position)
         self.checkpointer.claim(start, partial(self._published, start.step))
-
-    def _fall_back(self, start: Start) -> None:
-        """Start from an older checkpoint, because all newer ones are damaged."""
-        self.origin.fall_back(start)
-        self.progress = Progress(step=start.step)
 
     def _states(self) -> dict[str, Stateful]:
         """Return the states of a checkpoint, by the names of `checkpoint.exclude_from_loading`."""
@@ -260,27 +247,6 @@ class Trainer:
         """Return True if the inputs are not the next samples of this replica group."""
         return inputs.position != self.progress.position
 
-    # ---- logs and rows
-
-    def _log_initial_weights(self) -> None:
-        """Log a hash of the weights that is equal on every topology. A collective."""
-        hashes = self.world.step_group.gather_objects(sum(map(weight_hash, self.parts)))
-        start = self.origin.start
-        source = f"{start.path} (upcycled) and " if start.upcycles else ""
-        logger.info(
-            f"Initial weights from {source}seed {self.run.seed}, hash {sum(hashes) % 2**64:016x} "
-            "on any topology"
-        )
-
-    def _log_step(self) -> None:
-        """Log the sizes of a step. A terminal shows six facts about the run instead."""
-        training = self.config.training
-        names = [supply.key for supply in self.batches.order.supplies if supply.key]
-        data = ", ".join(names) or str(training.dataset_path or training.dataset)
-        facts = facts_of(self.run, data, self.progress.step + 1)
-        line = describe_step(self.run, self.optim.schedule.warmup_steps)
-        logger.info(line, extra=on_screen(facts))
-
     # ---- loop
 
     def train(self) -> ExitCode:
@@ -313,7 +279,7 @@ class Trainer:
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.run.heartbeat.start()
         with profiling as profiler:
-            self.read_batch = profiler.annotate(DATA_WAIT, self.read_batch)
+            self.read_batch = profiler.annotate_data(self.read_batch)
             following, is_warmup, last_profiled = self.fetch(first_step), True, 0
             while True:
                 agreement = following.agreement.wait()
@@ -382,7 +348,7 @@ class Trainer:
                 if is_validated:
                     self.validate(step)
         # Requests that arrived after the last step's all-reduce, for example during a validation.
-        requests += decode_requests(self._exchange_requests("step").wait())
+        requests += self._exchange_requests("step").wait().requests
         return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
 
     def _forget_held(self) -> HeldStep | None:
@@ -413,7 +379,7 @@ class Trainer:
         self.position.stall_seconds = 0.8 * seconds
         if self.is_leader:
             modules = self.optim.kept_bytes()
-            self.attempt.event(MODULES_EVENT, step=self.progress.step, modules=modules)
+            self.attempt.event("memory", step=self.progress.step, modules=modules)
         if self.model.offload is not None:
             logger.info(self.model.offload.describe_peak(self.world.step_group))
 
@@ -516,11 +482,12 @@ class Trainer:
         for request in requests:
             self.requests.add(request)
 
-    def _exchange_requests(self, phase: str = "validate") -> PendingSum:
+    def _exchange_requests(self, phase: str = "validate") -> PendingAgreement:
         """Start an all-reduce of request counts between steps. The next step sends them again."""
         self._note_requests()
         self.position.move(phase, self.progress.step)
-        return self.world.step_group.sum_async(self.requests.counts())
+        local = StepAgreement.of_rank(0, 0, self.requests.counts())
+        return send(local, self.world.step_group)
 
     @torch.no_grad()
     def validate(self, step: int) -> None:
@@ -568,7 +535,7 @@ class Trainer:
             if extensions := used_extensions(self.config):
                 summary["extensions"] = extensions
             content: dict[str, Any] = {
-                "config_toml": dump_toml(self.config),
+                "config_toml": self.run.config_toml,
                 "summary": summary,
                 "on_published": partial(self._published, step),
             }
@@ -623,7 +590,7 @@ class Trainer:
                 stop = Request.BAD_NUMBERS
                 logger.error(str(error))
         if stop is None:  # a write may have failed on any rank since the last step
-            late = decode_requests(self._exchange_requests("end").wait())
+            late = self._exchange_requests("end").wait().requests
             stop = Request.WRITE_FAILED if Request.WRITE_FAILED in late else None
         code = EXIT_CODES[stop] if stop is not None else ExitCode.DONE
         cause = stop.name.lower() if stop is not None else "last_step"

@@ -12,9 +12,8 @@ import torch
 
 from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.data_parallel import free_gathered
-from torchtitan_like.distributed.world import PendingSum
 from torchtitan_like.feed import Feed
-from torchtitan_like.resilience.requests import decode_requests, first_stop
+from torchtitan_like.resilience.agreement import PendingAgreement, first_stop
 
 if TYPE_CHECKING:
     from torchtitan_like.build import DataParts
@@ -60,7 +59,7 @@ class Validation:
         )
 
     def losses(
-        self, exchange_requests: Callable[[], PendingSum]
+        self, exchange_requests: Callable[[], PendingAgreement]
     ) -> Iterator[tuple[str, DatasetLoss]]:
         """Yield the loss of each dataset by its name in validation.jsonl. A collective.
 
@@ -77,7 +76,7 @@ class Validation:
             self._model.parts.train()
 
     def _losses_of_model(
-        self, exchange_requests: Callable[[], PendingSum]
+        self, exchange_requests: Callable[[], PendingAgreement]
     ) -> Iterator[tuple[str, DatasetLoss]]:
         pipeline = self._model.pipeline
         return losses_of_datasets(
@@ -112,7 +111,7 @@ def losses_of_datasets(
     feed: Feed,
     bytes_of_token: torch.Tensor,
     gather_losses: Callable[[torch.Tensor], torch.Tensor],
-    exchange_requests: Callable[[], PendingSum],
+    exchange_requests: Callable[[], PendingAgreement],
 ) -> Iterator[tuple[str, DatasetLoss]]:
     """Yield the exact mean loss per token of each dataset, equal on every topology. A collective.
 
@@ -149,12 +148,12 @@ def losses_of_datasets(
 
 
 def _until_stop(
-    batches: Iterable[Batch], exchange_requests: Callable[[], PendingSum]
+    batches: Iterable[Batch], exchange_requests: Callable[[], PendingAgreement]
 ) -> Iterator[Batch]:
     agreement = None
 
     def check() -> None:
-        if agreement is not None and first_stop(decode_requests(agreement.wait())) is not None:
+        if agreement is not None and first_stop(agreement.wait().requests) is not None:
             raise ValidationInterrupted
 
     for batch in batches:

@@ -15,8 +15,8 @@ from tests.harness.rank_pool import run_in_new_processes, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
+from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.run import read_run, run_job
 from torchtitan_like.util.exit_codes import ExitCode
 

@@ -10,8 +10,8 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
+from torchtitan_like.resilience.agreement import Request, Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.run import read_run, run_job
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode

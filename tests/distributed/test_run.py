@@ -14,8 +14,8 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.distributed.world import launched_as
+from torchtitan_like.resilience.agreement import Request, Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Request, Requests
 from torchtitan_like.run import main, read_run, run_job
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode

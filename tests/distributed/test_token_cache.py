@@ -30,8 +30,8 @@ from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens import build_once, token_cache
 from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
+from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.resilience.requests import Requests
 from torchtitan_like.run import CODES, read_run, run_job
 from torchtitan_like.util.exit_codes import ExitCode
 

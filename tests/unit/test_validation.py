@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.layers.head import LossWithTokens
-from torchtitan_like.resilience.requests import Requests
+from torchtitan_like.resilience.agreement import Requests, StepAgreement, send
 from torchtitan_like.validation import DatasetLoss, losses_of_datasets
 
 EOS = 0
@@ -39,7 +39,7 @@ def loss_of(batches: list[list[list[int]]], bytes_of_token: torch.Tensor) -> Dat
         Feed(),  # type: ignore[arg-type]
         bytes_of_token,
         group.gather,
-        lambda: group.sum_async(Requests().counts()),
+        lambda: send(StepAgreement.of_rank(0, 0, Requests().counts()), group),
     )
     return loss
 

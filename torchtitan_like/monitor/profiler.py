@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import is_out_of_memory
 from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.run_directory import DATA_WAIT
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Profiling
@@ -35,15 +36,15 @@ class Profiler:
         for part in self._parts:
             part.step()
 
-    def annotate(self, name: str, function: Callable[[], Result]) -> Callable[[], Result]:
-        """Return `function`, each call of which has this name in traces; unchanged without traces."""
+    def annotate_data(self, read: Callable[[], Result]) -> Callable[[], Result]:
+        """Return `read`, each call of which is a data wait in traces; unchanged without traces."""
         if not any(isinstance(part, _Traces) for part in self._parts):
-            return function
+            return read
         from torch.profiler import record_function
 
         def annotated() -> Result:
-            with record_function(name):
-                return function()
+            with record_function(DATA_WAIT):
+                return read()
 
         return annotated
 

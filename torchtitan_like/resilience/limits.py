@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torchtitan_like.resilience.requests import Request
+from torchtitan_like.resilience.agreement import Request
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.report import status
 from torchtitan_like.report.files import METRICS_KINDS, newest_rows
 from torchtitan_like.report.runs import list_runs
-from torchtitan_like.resilience.requests import Request, Switches
+from torchtitan_like.resilience.agreement import Request, Switches
 from torchtitan_like.util.units import format_clock
 
 NOW = 1_000_000.0

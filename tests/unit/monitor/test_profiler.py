@@ -87,7 +87,7 @@ def test_a_trace_names_calls_and_shows_their_stack(tmp_path: Path) -> None:
         return len("batch")
 
     with maybe_profile(section, tmp_path, 0, 0) as profiler:
-        annotated = profiler.annotate(DATA_WAIT, read)
+        annotated = profiler.annotate_data(read)
         for _ in range(2):
             assert annotated() == 5
             profiler.step()
@@ -97,7 +97,7 @@ def test_a_trace_names_calls_and_shows_their_stack(tmp_path: Path) -> None:
     assert DATA_WAIT in {e["name"] for e in events if e.get("cat") == "user_annotation"}
     assert any(name.endswith(": read") for name in names)
     with maybe_profile(Profiling(), tmp_path, 0, 0) as profiler:
-        assert profiler.annotate(DATA_WAIT, read) is read
+        assert profiler.annotate_data(read) is read
 
 
 def test_a_disabled_profiler_imports_and_writes_nothing(tmp_path: Path) -> None:
@@ -105,7 +105,6 @@ def test_a_disabled_profiler_imports_and_writes_nothing(tmp_path: Path) -> None:
 import pathlib, sys
 from torchtitan_like.config.sections_run import Profiling
 from torchtitan_like.monitor.profiler import maybe_profile
-from torchtitan_like.util.run_directory import DATA_WAIT
 with maybe_profile(Profiling(), pathlib.Path({str(tmp_path)!r}), 0, 0) as profiler:
     profiler.step()
 assert "torch" not in sys.modules

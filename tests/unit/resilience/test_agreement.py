@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.resilience.agreement import StepAgreement, send
-from torchtitan_like.resilience.requests import Request, Requests
+from torchtitan_like.resilience.agreement import Request, Requests, StepAgreement, send
 
 DIGESTS = [0, 1, 2**32 - 1, 2**32, 2**63, 2**64 - 1]
 

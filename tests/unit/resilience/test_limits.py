@@ -11,8 +11,8 @@ import torch
 
 from torchtitan_like.config.sections_run import Resilience
 from torchtitan_like.resilience import limits
+from torchtitan_like.resilience.agreement import Request
 from torchtitan_like.resilience.limits import Limits, end_of_slurm_job, used_memory_percent
-from torchtitan_like.resilience.requests import Request
 from torchtitan_like.util.units import GIB
 
 CPU = torch.device("cpu")

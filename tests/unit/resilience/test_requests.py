@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from torchtitan_like.resilience.requests import (
+from torchtitan_like.resilience.agreement import (
     EXIT_CODES,
     Request,
     Requests,
+    StepAgreement,
     Stopped,
-    decode_requests,
     first_stop,
 )
 from torchtitan_like.util.exit_codes import ExitCode
@@ -86,7 +86,8 @@ def test_a_signal_while_requests_are_read_is_sent_once():
     ],
 )
 def test_the_first_stop_of_the_table_wins(counts, expected):
-    assert first_stop(decode_requests([counts.get(request, 0) for request in Request])) is expected
+    agreement = StepAgreement.of_rank(0, 0, [counts.get(request, 0) for request in Request])
+    assert first_stop(agreement.requests) is expected
 
 
 @pytest.mark.parametrize(

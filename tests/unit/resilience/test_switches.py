@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from torchtitan_like.config.sections_run import Resilience
-from torchtitan_like.resilience.requests import Request, Switches
+from torchtitan_like.resilience.agreement import Request, Switches
 
 
 def test_a_switch_file_requests_once_and_is_removed(tmp_path: Path) -> None:
