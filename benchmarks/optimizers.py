@@ -25,7 +25,7 @@ from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.ema import AveragedWeights
-from torchtitan_like.optim.optimizer import Optimizer, Surroundings, build_optimizer
+from torchtitan_like.optim.optimizer import Optimizer, OptimizerContext, build_optimizer
 from torchtitan_like.util.shards import local_positions
 
 SPEC = get_spec("llama3")
@@ -59,7 +59,7 @@ def build_model(dtype: torch.dtype) -> Any:
 
 
 def build(model: Any, settings: dict[str, Any]) -> Optimizer:
-    surroundings = Surroundings(
+    context = OptimizerContext(
         SPEC.sharding,
         partial(MatrixOwners, group=None),
         local_positions,
@@ -67,7 +67,7 @@ def build(model: Any, settings: dict[str, Any]) -> Optimizer:
         seed=0,
         settings={},
     )
-    return build_optimizer(model.named_parameters(), OptimizerSection(**settings), surroundings)
+    return build_optimizer(model.named_parameters(), OptimizerSection(**settings), context)
 
 
 class Update:

@@ -27,7 +27,7 @@ from torchtitan_like.distributed.determinism import seed_everything
 from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.matrices import MatrixOwners
-from torchtitan_like.distributed.parallelize import Built, Sections, build_parts
+from torchtitan_like.distributed.parallelize import Sections, ShardedModel, build_parts
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.observers import Observers
@@ -35,7 +35,7 @@ from torchtitan_like.extensions.optimizers import ExtensionError
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
-from torchtitan_like.models.layers.moe import choose_in_turn, describe_experts
+from torchtitan_like.models.layers.moe import describe_experts, force_round_robin_routing
 from torchtitan_like.models.spec import (
     describe_size,
     fit_positions,
@@ -59,7 +59,7 @@ from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.loss import TokenLoss, VocabShards, chunked_cross_entropy
 from torchtitan_like.optim.optimization import Optimization
-from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
+from torchtitan_like.optim.optimizer import OptimizerContext, build_optimizer
 from torchtitan_like.optim.schedule import build_schedule
 from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
@@ -244,7 +244,7 @@ def model_sections(config: JobConfig) -> Sections:
     )
 
 
-def build_model(run: RankRun, data: DataParts) -> Built:
+def build_model(run: RankRun, data: DataParts) -> ShardedModel:
     """Build this rank's model parts, and draw their weights unless a checkpoint has all of them.
 
     Raises ConfigError if the selected attention backend cannot compute this model.
@@ -276,7 +276,7 @@ def log_initial_weights(run: RankRun, parts: nn.ModuleList) -> None:
     )
 
 
-def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Built:
+def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> ShardedModel:
     """Build this rank's model parts, sharded over the mesh, with uninitialized memory.
 
     with_tokens: see `chunked_cross_entropy`.
@@ -300,7 +300,7 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Built:
     built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
     dtype = DTYPES[training.mixed_precision_param]
     if config.debug.moe_force_load_balance:
-        choose_in_turn(built.parts)
+        force_round_robin_routing(built.parts)
     lines = [*built.lines, *describe_experts(built.parts, dtype)]
     return built._replace(lines=lines)
 
@@ -360,7 +360,7 @@ def build_optimization(run: Run, parts: nn.ModuleList, world: World, seed: int) 
     settings = config.extra_sections
     schedule = build_schedule(config.lr_scheduler, config.training.steps, settings)
     named = [named for part in parts for named in part.named_parameters()]
-    surroundings = Surroundings(
+    context = OptimizerContext(
         run.spec.sharding,
         partial(MatrixOwners, group=world.all_ranks),
         local_positions,
@@ -368,7 +368,7 @@ def build_optimization(run: Run, parts: nn.ModuleList, world: World, seed: int) 
         seed,
         settings,
     )
-    optimizer = build_optimizer(named, config.optimizer, surroundings, world.all_ranks)
+    optimizer = build_optimizer(named, config.optimizer, context, world.all_ranks)
     ema = AveragedWeights(optimizer.named, config.ema) if config.ema.enable else None
     sequence_parallel = config.parallelism.enable_sequence_parallel
     balancer = ExpertBalancer(parts, world, sequence_parallel=sequence_parallel)

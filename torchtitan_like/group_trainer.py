@@ -16,11 +16,11 @@ from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.quorum import Quorum, SharedState
 from torchtitan_like.distributed.replica_groups import (
     GroupPosition,
+    GroupProgress,
     GroupStep,
     Losses,
     ReplicaGroups,
     SemiSyncGroups,
-    Trained,
 )
 from torchtitan_like.distributed.stages import model_fragments
 from torchtitan_like.monitor.log import logger
@@ -130,11 +130,11 @@ class GroupTrainer(Trainer):
     def _finish_group_step(self) -> None:
         self._count_tokens(self.groups.finish_step(self._trained()))
 
-    def _trained(self) -> Trained:
+    def _trained(self) -> GroupProgress:
         """Return what the weights of this replica group have been trained on."""
         progress = self.progress
         position = GroupPosition(progress.position, progress.digest_chain)
-        return Trained(progress.step, progress.n_tokens_seen, position)
+        return GroupProgress(progress.step, progress.n_tokens_seen, position)
 
     def _count_tokens(self, n_tokens_seen: int | None) -> None:
         """Take over the number of tokens that replica groups have agreed on, if they have."""

@@ -15,7 +15,7 @@ import torch
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device
-from torchtitan_like.distributed.parallelize import Built
+from torchtitan_like.distributed.parallelize import ShardedModel
 from torchtitan_like.distributed.world import World
 from torchtitan_like.feed import Feed, Tokens
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
@@ -56,7 +56,7 @@ class StepRunner:
 
     world: World
     seed: int
-    model: Built
+    model: ShardedModel
     optim: Optimization
     gate: Callable[..., torch.Tensor]
     max_norm: float

@@ -132,7 +132,7 @@ class Trainer:
             run, sources=self.batches.sources, expert_layers=self.optim.expert_layers
         )
         self.switches = Switches(self.attempt.run, config.resilience)
-        self.limits = Limits(config.resilience, run.world.device, keeps_time=self.is_leader)
+        self.limits = Limits(config.resilience, run.world.device, is_leader=self.is_leader)
 
         self.states = self._states()
         self._load()
@@ -174,7 +174,7 @@ class Trainer:
         is_new = self.origin.is_new  # new weights are in the model
         if self.origin.start.kind != "scratch":
             loaded = self.checkpointer.load(
-                self.origin.starts, self.states, consider=self.origin.fall_back
+                self.origin.starts, self.states, on_fallback=self.origin.fall_back
             )
             self.garbage.collect("GC collection after checkpoint loading")
         start = self.origin.start
@@ -280,11 +280,11 @@ class Trainer:
         self.run.heartbeat.start()
         with profiling as profiler:
             self.read_batch = profiler.annotate_data(self.read_batch)
-            following, is_warmup, last_profiled = self.fetch(first_step), True, 0
+            upcoming, is_warmup, last_profiled = self.fetch(first_step), True, 0
             while True:
-                agreement = following.agreement.wait()
+                agreement = upcoming.agreement.wait()
                 requests = agreement.requests
-                if self._must_read_again(following) and Request.DATA_EXHAUSTED in requests:
+                if self._must_read_again(upcoming) and Request.DATA_EXHAUSTED in requests:
                     requests.remove(Request.DATA_EXHAUSTED)
                 stop = first_stop(requests)
                 is_end = self.is_finished or stop is Request.DATA_EXHAUSTED
@@ -294,18 +294,18 @@ class Trainer:
                     step = self.progress.step
                     if held := self._forget_held():
                         self._request_again(requests)
-                        self.guard.reruns.repeat(held, step - self.progress.step, following)
-                        following = self.fetch(self.progress.step + 1)
+                        self.guard.reruns.repeat(held, step - self.progress.step, upcoming)
+                        upcoming = self.fetch(self.progress.step + 1)
                         continue
                 if stop is not None or self.is_finished:
                     break
-                following, agreement = self._join_groups(following, agreement)
-                if following.batch is None:
+                upcoming, agreement = self._join_groups(upcoming, agreement)
+                if upcoming.batch is None:
                     stop = Request.DATA_EXHAUSTED
                     break
                 step = self.progress.step + 1
                 self.garbage.run(step)
-                current, following = following, self.fetch(step + 1)
+                current, upcoming = upcoming, self.fetch(step + 1)
                 self.guard.reruns.keep(current)
                 try:
                     record = self.train_step(step, current, agreement)

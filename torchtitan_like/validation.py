@@ -17,7 +17,7 @@ from torchtitan_like.resilience.agreement import PendingAgreement, first_stop
 
 if TYPE_CHECKING:
     from torchtitan_like.build import DataParts
-    from torchtitan_like.distributed.parallelize import Built
+    from torchtitan_like.distributed.parallelize import ShardedModel
     from torchtitan_like.optim.ema import AveragedWeights
     from torchtitan_like.optim.optimization import Optimization
     from torchtitan_like.resolved import RankRun
@@ -43,7 +43,9 @@ class DatasetLoss(NamedTuple):
 class Validation:
     """Validates a model on all datasets, and again with its averaged weights (`ema.validation`)."""
 
-    def __init__(self, run: RankRun, data: DataParts, model: Built, optim: Optimization) -> None:
+    def __init__(
+        self, run: RankRun, data: DataParts, model: ShardedModel, optim: Optimization
+    ) -> None:
         self._run = run
         self.data = data
         self._model = model

@@ -143,7 +143,7 @@ def start_one_rank(folder: Path, like: Path, **section: Any) -> StartResult:
         starts = checkpointer.find_start(10**6)
         lines.append(str(starts[0]))
         if starts[0].kind != "scratch":
-            checkpointer.load(starts, states, consider=lambda start: lines.append(str(start)))
+            checkpointer.load(starts, states, on_fallback=lambda start: lines.append(str(start)))
         matches = [re.search(r"at step (\d+)", line) for line in lines]
         step = int([match[1] for match in matches if match][-1])
     except CheckpointError as error:

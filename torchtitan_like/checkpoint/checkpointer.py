@@ -175,11 +175,11 @@ class Checkpointer:
         starts: Sequence[Start],
         states: Mapping[str, Stateful],
         *,
-        consider: Callable[[Start], None],
+        on_fallback: Callable[[Start], None],
     ) -> list[str]:
         """Load the first undamaged checkpoint of `starts` into `states`, in place.
 
-        Calls `consider` before each start except the first. Returns the keys of the states that were
+        Calls `on_fallback` before each start except the first. Returns the keys of the states that were
         loaded. On every rank, raises DamagedError if all are damaged, and CheckpointError if one
         does not fit this run.
         """
@@ -199,7 +199,7 @@ class Checkpointer:
                     start = self._thread.run(
                         partial(self._group.run_on_leader, start.with_manifest)
                     )
-                    consider(start)
+                    on_fallback(start)
                 loaded = self._thread.run(partial(load, start))
                 if start.manifest is not None:
                     start.manifest.pop("files", None)  # large, and no longer needed

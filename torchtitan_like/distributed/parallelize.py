@@ -82,7 +82,7 @@ def find_blocks(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Module]:
     }
 
 
-class Built(NamedTuple):
+class ShardedModel(NamedTuple):
     """This rank's model parts and the objects that run them.
 
     parts: the whole model, or this rank's pipeline stages.
@@ -107,7 +107,7 @@ def build_parts(
     *,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
     num_samples: int,
-) -> Built:
+) -> ShardedModel:
     """Build the model or this rank's pipeline stages, sharded over the mesh, without values.
 
     loss: the head's loss function, see `OutputHead`.
@@ -143,7 +143,9 @@ def build_parts(
         lines += pipeline.lines(
             num_samples // sections.parallelism.pipeline_parallel_microbatch_size
         )
-    return Built(nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines)))
+    return ShardedModel(
+        nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines))
+    )
 
 
 def _on_meta(spec: ModelSpec, args: Any, training: Training) -> Any:

@@ -55,7 +55,7 @@ class GroupStep(NamedTuple):
     after: GroupPosition
 
 
-class Trained(NamedTuple):
+class GroupProgress(NamedTuple):
     """What this group's weights have been trained on.
 
     n_tokens_seen: of all groups, as far as this one knows.
@@ -110,7 +110,7 @@ class ReplicaGroups:
         self._identity = identity
         self._read: dict[int, GroupPosition] = {}  # after the step, of the groups that take part
 
-    def join(self, trained: Trained) -> int | None:
+    def join(self, trained: GroupProgress) -> int | None:
         """Wait for the other groups before a step, and receive their state if they are ahead.
 
         Returns the tokens that the weights have seen, or None if `trained` or the received state
@@ -143,7 +143,7 @@ class ReplicaGroups:
             self.positions[index] = position
         return losses.decode(loss_sums)
 
-    def finish_step(self, trained: Trained) -> int | None:
+    def finish_step(self, trained: GroupProgress) -> int | None:
         """Synchronize the weights after the update of a step, if that is due.
 
         Returns the tokens that the weights have seen, as `join` does.
@@ -217,7 +217,7 @@ class SemiSyncGroups(ReplicaGroups):
         self._synced_tokens = 0  # that the weights had seen after the last synchronization
         self._means: list[torch.Tensor] | None = None
 
-    def join(self, trained: Trained) -> int | None:
+    def join(self, trained: GroupProgress) -> int | None:
         if self._has_joined:
             return None
         self._has_joined = True
@@ -230,13 +230,13 @@ class SemiSyncGroups(ReplicaGroups):
     def reduce(self, gradients: Callable[[], list[torch.Tensor]], losses: Losses) -> Losses:
         return losses
 
-    def finish_step(self, trained: Trained) -> int | None:
+    def finish_step(self, trained: GroupProgress) -> int | None:
         if self._synchronizer.is_due(trained.step):
             return self._synchronize(trained, contributes=True)
         self._apply(trained.step)
         return None
 
-    def _synchronize(self, trained: Trained, *, contributes: bool) -> int | None:
+    def _synchronize(self, trained: GroupProgress, *, contributes: bool) -> int | None:
         """Join the other groups, and average the weights of all groups that contribute.
 
         Tries again without a group that is lost meanwhile. Returns the tokens that the weights have

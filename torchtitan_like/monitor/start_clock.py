@@ -43,9 +43,9 @@ class StartClock:
         if self._part is not None:
             former, began = self._part
             self._log(f"Done in {now - began:.1f} s: {former}")
-        following = next(self._parts, None)
-        self._part = None if following is None else (following, now)
-        if following is None:
+        upcoming = next(self._parts, None)
+        self._part = None if upcoming is None else (upcoming, now)
+        if upcoming is None:
             self._end.set()
 
     def __enter__(self) -> StartClock:

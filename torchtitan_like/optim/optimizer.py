@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-class Surroundings(NamedTuple):
+class OptimizerContext(NamedTuple):
     """What optimizers read in addition to their parameters and settings.
 
     sharding: `ModelSpec.sharding`.
@@ -55,21 +55,23 @@ class Surroundings(NamedTuple):
     settings: Settings
 
 
-Builder = Callable[[list[ParameterGroup], "OptimizerSection", Surroundings], torch.optim.Optimizer]
+Builder = Callable[
+    [list[ParameterGroup], "OptimizerSection", OptimizerContext], torch.optim.Optimizer
+]
 # Name of an optimizer -> what builds it over groups of parameters. To add one, derive it from
 # `GatedOptimizer`, and add its name to `config.sections_training.OptimizerName`. User code registers
 # others.
 OPTIMIZERS: dict[str, Builder] = {
     "Adam": lambda *arguments: _build_adam(elementwise.Adam, *arguments),
     "AdamW": lambda *arguments: _build_adam(elementwise.AdamW, *arguments),
-    "AdamW8bit": lambda groups, section, surroundings: AdamW8bit(
-        groups, section, surroundings.shard_indices, surroundings.seed
+    "AdamW8bit": lambda groups, section, context: AdamW8bit(
+        groups, section, context.shard_indices, context.seed
     ),
-    "Lion": lambda groups, section, surroundings: elementwise.Lion(
-        groups, section, surroundings.shard_indices, surroundings.seed
+    "Lion": lambda groups, section, context: elementwise.Lion(
+        groups, section, context.shard_indices, context.seed
     ),
-    "Muon": lambda groups, section, surroundings: Muon(
-        groups, section, surroundings.find_matrices, surroundings.device
+    "Muon": lambda groups, section, context: Muon(
+        groups, section, context.find_matrices, context.device
     ),
 }
 
@@ -78,28 +80,28 @@ def _build_adam(
     kind: type[elementwise.Adam],
     groups: list[ParameterGroup],
     section: OptimizerSection,
-    surroundings: Surroundings,
+    context: OptimizerContext,
 ) -> torch.optim.Optimizer:
     """Build torch's Adam or AdamW, or `kind` if torch's has no such states or rounding."""
     if section.state_dtype is None and section.bf16_rounding == "nearest":
         return build_adam(groups, section)
-    return kind(groups, section, surroundings.shard_indices, surroundings.seed)
+    return kind(groups, section, context.shard_indices, context.seed)
 
 
 def _build(
-    named: Iterable[tuple[str, Tensor]], section: OptimizerSection, surroundings: Surroundings
+    named: Iterable[tuple[str, Tensor]], section: OptimizerSection, context: OptimizerContext
 ) -> list[torch.optim.Optimizer]:
     """Build one optimizer of torch for each name in use."""
     groups: dict[str, list[ParameterGroup]] = defaultdict(list)
-    for group in group_parameters(named, section, surroundings.sharding):
+    for group in group_parameters(named, section, context.sharding):
         groups[group.optimizer].append(group)
     if "Muon" in section.names and not groups["Muon"]:
         # Its step is a collective, and this pipeline stage has no matrices.
         groups["Muon"].append(ParameterGroup("", "Muon", section.lr, 0.0, []))
     return [
-        OPTIMIZERS[name](members, section, surroundings)
+        OPTIMIZERS[name](members, section, context)
         if name in OPTIMIZERS
-        else build_registered(name, [group.as_named() for group in members], surroundings.settings)
+        else build_registered(name, [group.as_named() for group in members], context.settings)
         for name, members in groups.items()
     ]
 
@@ -160,7 +162,7 @@ class Optimizer:
         named_parameters: Iterable[tuple[str, Tensor]],
         section: OptimizerSection,
         all_ranks: ProcessGroup | None,
-        surroundings: Surroundings,
+        context: OptimizerContext,
     ) -> None:
         self.all_ranks = all_ranks
         self.named = [(n, p) for n, p in named_parameters if p.requires_grad]
@@ -170,12 +172,12 @@ class Optimizer:
         self._peak_group_lr = {
             name: group.lr or section.lr for name, group in section.groups.items()
         }
-        self._optimizers = self._make(section, surroundings)
+        self._optimizers = self._make(section, context)
 
     def _make(
-        self, section: OptimizerSection, surroundings: Surroundings
+        self, section: OptimizerSection, context: OptimizerContext
     ) -> list[torch.optim.Optimizer]:
-        return _build(self.named, section, surroundings)
+        return _build(self.named, section, context)
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -307,7 +309,7 @@ class OptimizerInBackward(Optimizer):
     is_atomic = False
 
     def _make(
-        self, section: OptimizerSection, surroundings: Surroundings
+        self, section: OptimizerSection, context: OptimizerContext
     ) -> list[torch.optim.Optimizer]:
         self._skip_next: Tensor | None = None
         self._norms: dict[int, list[Tensor]] = {}
@@ -317,7 +319,7 @@ class OptimizerInBackward(Optimizer):
         return [
             optimizer
             for members in blocks.values()
-            for optimizer in self._update_together(_build(members, section, surroundings), members)
+            for optimizer in self._update_together(_build(members, section, context), members)
         ]
 
     def _update_together(
@@ -384,7 +386,7 @@ def block_of(name: str) -> str:
 def build_optimizer(
     named_parameters: Iterable[tuple[str, Tensor]],
     section: OptimizerSection,
-    surroundings: Surroundings,
+    context: OptimizerContext,
     all_ranks: ProcessGroup | None = None,
 ) -> Optimizer:
     """Build the optimizer of `[optimizer]`.
@@ -393,7 +395,7 @@ def build_optimizer(
     all_ranks: the group of all ranks of the run, for the gradient norm. None for one rank.
     """
     kind = OptimizerInBackward if section.early_step_in_backward else Optimizer
-    return kind(named_parameters, section, all_ranks, surroundings)
+    return kind(named_parameters, section, all_ranks, context)
 
 
 def build_adam(groups: list[ParameterGroup], section: OptimizerSection) -> torch.optim.Optimizer:

@@ -59,7 +59,7 @@ class Refusal(NamedTuple):
 
 
 @dataclass
-class Found:
+class SearchResult:
     """The outcome of a search.
 
     num_layouts: enumerated. refusals: most frequent first. num_too_large: by the closed form.
@@ -140,7 +140,7 @@ def global_batch_of(config: JobConfig, world_size: int, tokens: float | None) ->
 
 def screen(
     space: Space, gpu: Gpu, network: Network, limit_gib: float
-) -> tuple[Found, list[Screened]]:
+) -> tuple[SearchResult, list[Screened]]:
     """Enumerate, check and estimate all layouts. Returns the legal ones, the fastest first.
 
     Layouts far above `limit_gib` are left out. So are those that change settings of the command line.
@@ -148,7 +148,7 @@ def screen(
     spec = get_spec(space.config.model.name)
     args = resolve_args(spec, space.config.model.flavor, space.config.model.args)
     sizes = sizes_of(spec, args, space.config.training.seq_len)
-    found = Found(space, 0, [], 0, None)
+    found = SearchResult(space, 0, [], 0, None)
     counts: Counter[str] = Counter()
     quoted: dict[str, Problem] = {}
     legal: list[Screened] = []
@@ -215,7 +215,7 @@ def search(
     cluster: Cluster,
     max_memory: float,
     progress: Progress,
-) -> Found:
+) -> SearchResult:
     """Find the fastest layouts that fit. max_memory: fraction of the GPU's memory that they may use."""
     limit = gpu.memory_gib * max_memory
     network = network_of(gpu, cluster.gpus_per_node, cluster.inter_node_gb_s)
@@ -277,7 +277,7 @@ def _fastest_kernels(estimates: Mapping[Layout, Estimate], limit: float) -> dict
     return {layout: estimates[layout] for layout in best.values()}
 
 
-def _in_float8(layouts: Sequence[Layout], found: Found, gpu: Gpu) -> list[Layout]:
+def _in_float8(layouts: Sequence[Layout], found: SearchResult, gpu: Gpu) -> list[Layout]:
     """Return layouts with float8 products, if the GPU has them and the rules allow them.
 
     The reason of a refusal is written to `found.no_float8`.
@@ -308,7 +308,7 @@ def _dry_run(
     gpu: Gpu,
     cluster: Cluster,
     progress: Progress,
-    found: Found,
+    found: SearchResult,
     *,
     is_full: bool,
 ) -> dict[Layout, Estimate]:

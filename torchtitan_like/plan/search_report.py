@@ -12,7 +12,7 @@ from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
 from torchtitan_like.plan.durations import mfu_peak
 from torchtitan_like.plan.layouts import Layout, Space, settings_of
-from torchtitan_like.plan.search import Found
+from torchtitan_like.plan.search import SearchResult
 
 if TYPE_CHECKING:
     from torchtitan_like.plan.clusters import Cluster
@@ -68,7 +68,7 @@ def numbers(estimate: Estimate, space: Space, request: Request) -> Numbers:
     )
 
 
-def lines(found: Found, request: Request) -> Iterator[str]:
+def lines(found: SearchResult, request: Request) -> Iterator[str]:
     """Yield the lines that `titan plan search` prints."""
     space = found.space
     yield from _head(space, request)
@@ -140,7 +140,7 @@ def why_slower(estimate: Estimate, best: Estimate) -> str:
     return f"{more:+.3f} s a step: {', '.join(terms) or 'no difference'}"
 
 
-def _nothing_fits(found: Found, request: Request) -> str:
+def _nothing_fits(found: SearchResult, request: Request) -> str:
     smallest = f"{found.smallest.gib:.0f} GiB by formula" if found.smallest else ""
     if found.rejected:
         smallest = f"{min(estimate.gib for _, estimate in found.rejected):.1f} GiB"
@@ -151,7 +151,7 @@ def _nothing_fits(found: Found, request: Request) -> str:
     )
 
 
-def _tail(found: Found, request: Request) -> Iterator[str]:
+def _tail(found: SearchResult, request: Request) -> Iterator[str]:
     yield f"{found.num_layouts:,} layouts"
     for refusal in found.refusals[:NUM_QUOTED]:
         yield f"  {refusal.num_layouts:,} refused by {refusal.rule}, such as: {refusal.problem}"
@@ -182,7 +182,7 @@ def _tail(found: Found, request: Request) -> Iterator[str]:
         yield "~ a few layers were dry-run, and extended to all of them"
 
 
-def as_json(found: Found, request: Request) -> dict[str, Any]:
+def as_json(found: SearchResult, request: Request) -> dict[str, Any]:
     """Return what `--json` prints. Sizes are GiB, times seconds."""
     space = found.space
 

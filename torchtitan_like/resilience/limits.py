@@ -29,7 +29,7 @@ CGROUP = Path("/sys/fs/cgroup")
 class Limits:
     """Checks which limits of `[resilience]` this rank has reached.
 
-    keeps_time: True on one rank, which checks the deadline for all ranks.
+    is_leader: True on one rank, which checks the deadline for all ranks.
     start_time: start of the process in seconds since 1970, on the same scale as `clock`.
     """
 
@@ -38,7 +38,7 @@ class Limits:
         section: Resilience,
         device: torch.device,
         *,
-        keeps_time: bool = True,
+        is_leader: bool = True,
         start_time: float | None = None,
         clock: Callable[[], float] = time.time,
         used_percent: Callable[[], float] | None = None,
@@ -54,7 +54,7 @@ class Limits:
         self._next_check = clock()
         self._has_warned_of_grace = False
         self._has_timed_a_checkpoint = False
-        self.deadline = self._find_deadline(start_time) if keeps_time else None
+        self.deadline = self._find_deadline(start_time) if is_leader else None
 
     def _find_deadline(self, start_time: float | None) -> float | None:
         minutes, grace = self._section.max_runtime_minutes, self._section.grace_seconds

@@ -30,9 +30,9 @@ class Reruns(Generic[Input]):
         """Keep the inputs of a step that has been launched."""
         self._newest.append(inputs)
 
-    def repeat(self, held: HeldStep, num_steps: int, following: Input) -> None:
-        """Let `next_input` return the inputs of the last `num_steps` steps, and `following`."""
-        self._again.extendleft([following, *list(self._newest)[::-1][:num_steps]])
+    def repeat(self, held: HeldStep, num_steps: int, upcoming: Input) -> None:
+        """Let `next_input` return the inputs of the last `num_steps` steps, and `upcoming`."""
+        self._again.extendleft([upcoming, *list(self._newest)[::-1][:num_steps]])
         self._newest.clear()
         self._held[held.progress.step + 1] = held
 

@@ -12,7 +12,7 @@ from torchtitan_like.check.host_memory import STATES, host_memory_need, state_by
 from torchtitan_like.config import load_config
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
-from torchtitan_like.optim.optimizer import OPTIMIZERS, Surroundings, build_optimizer
+from torchtitan_like.optim.optimizer import OPTIMIZERS, OptimizerContext, build_optimizer
 from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.units import GIB
 
@@ -44,7 +44,7 @@ def test_states_are_counted_as_the_optimizers_build_them(
         pytest.importorskip("torchao")
     section = Optimizer(**settings)
     matrix = torch.nn.Parameter(torch.zeros(32, 256, dtype=getattr(torch, dtype)))
-    surroundings = Surroundings(
+    context = OptimizerContext(
         (("layers.*.wq.weight", "column"),),
         partial(MatrixOwners, group=None),
         local_positions,
@@ -52,7 +52,7 @@ def test_states_are_counted_as_the_optimizers_build_them(
         seed=0,
         settings={},
     )
-    optimizer = build_optimizer([(MATRIX, matrix)], section, surroundings)
+    optimizer = build_optimizer([(MATRIX, matrix)], section, context)
     tensors = [value for value in optimizer.state_dict().values() if value.ndim]
     expected = sum(value.nbytes for value in tensors) / matrix.numel()
     assert state_bytes(section, dtype) == expected

@@ -271,7 +271,7 @@ def test_only_one_list_of_files_is_in_memory_at_a_time(
 ) -> None:
     """With thousands of ranks a manifest has 40 MB, and every rank receives the start."""
     make_steps(tmp_path / "checkpoint", "5", "10", "15")
-    considered, loaded = [], []
+    fallbacks, loaded = [], []
 
     def load(start: Start, **_: Any) -> None:
         assert start.manifest is not None
@@ -284,9 +284,9 @@ def test_only_one_list_of_files_is_in_memory_at_a_time(
         monkeypatch.setattr(checkpointer, "_identity", SimpleNamespace(hf_assets=tmp_path))
         starts = checkpointer.find_start(LAST_STEP)
         assert [start.manifest is None for start in starts] == [False, True, True]
-        checkpointer.load(starts, {}, consider=considered.append)
+        checkpointer.load(starts, {}, on_fallback=fallbacks.append)
     assert loaded == [(step, True, CONFIG) for step in (15, 10, 5)]
-    assert [(start.step, start.seed, "files" in start.manifest) for start in considered] == [
+    assert [(start.step, start.seed, "files" in start.manifest) for start in fallbacks] == [
         (10, 7, True),
         (5, 7, False),
     ]

@@ -29,11 +29,11 @@ from torchtitan_like.distributed.replica_groups import (
     GroupLostError,
     GroupMismatch,
     GroupPosition,
+    GroupProgress,
     GroupStep,
     Losses,
     ReplicaGroups,
     SemiSyncGroups,
-    Trained,
     common_position,
 )
 from torchtitan_like.distributed.world import HostGroup
@@ -48,7 +48,7 @@ class Group:
     def __init__(self, lighthouse: str, index: int, size: int = 2, **options: Any) -> None:
         self.index = index
         self.weights = torch.full((3,), float(index))
-        self.trained = Trained(0, 0, GroupPosition())
+        self.trained = GroupProgress(0, 0, GroupPosition())
         self.numbers: dict[str, int] = {}
         layout = options.pop("shape", (3,))
         self.moments = torch.zeros(layout)
@@ -86,7 +86,7 @@ class Group:
         state = json.loads(text)
         position = self.groups.load_state_dict(state)
         assert position is not None
-        self.trained = Trained(state["step"], state["tokens"], position)
+        self.trained = GroupProgress(state["step"], state["tokens"], position)
 
     def join(self) -> None:
         self.ranks.adopt()  # the thread of the group, not the one that made it
@@ -115,7 +115,7 @@ class Group:
         assert summed.loss_by_source.tolist() == [0.5 * num_groups]
         assert summed.labels_by_source == [8 * num_groups]
         self.weights -= grad / totals.num_valid_tokens
-        self.trained = Trained(step + 1, tokens + totals.num_tokens, after)
+        self.trained = GroupProgress(step + 1, tokens + totals.num_tokens, after)
         seen = self.groups.finish_step(self.trained)
         if seen is not None:
             self.trained = self.trained._replace(n_tokens_seen=seen)

@@ -220,7 +220,7 @@ def test_logits_far_below_zero_have_finite_gradients():
 
 def test_forced_routing_selects_experts_in_turn():
     moe = build(top_k=3)
-    moe.is_forced = True
+    moe.is_round_robin = True
     x = some().requires_grad_()
     moe(x).sum().backward()
     # 17 positions of 3 choices: 51 choices of 8 experts in each of 2 samples.

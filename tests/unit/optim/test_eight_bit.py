@@ -12,7 +12,7 @@ import torch
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import eight_bit
-from torchtitan_like.optim.optimizer import Surroundings, build_optimizer
+from torchtitan_like.optim.optimizer import OptimizerContext, build_optimizer
 from torchtitan_like.util.shards import local_positions
 
 pytest.importorskip("torchao")
@@ -31,11 +31,11 @@ def set_gradient(p, seed):
 
 
 def build(p, **settings):
-    surroundings = Surroundings(
+    context = OptimizerContext(
         (), partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0, {}
     )
     section = Optimizer(**{"name": "AdamW8bit", "lr": 1e-2, "beta2": 0.95, **settings})
-    return build_optimizer([("w", p)], section, surroundings)
+    return build_optimizer([("w", p)], section, context)
 
 
 def torchaos(p):

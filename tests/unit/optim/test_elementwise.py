@@ -17,10 +17,10 @@ SKIP, KEEP = torch.ones(()), torch.zeros(())
 
 
 def build(named, *, shard_indices=local_positions, seed=0, **settings):
-    surroundings = optimizers.Surroundings(
+    context = optimizers.OptimizerContext(
         (), partial(MatrixOwners, group=None), shard_indices, torch.device("cpu"), seed, {}
     )
-    return optimizers.build_optimizer(named.items(), Optimizer(**settings), surroundings)
+    return optimizers.build_optimizer(named.items(), Optimizer(**settings), context)
 
 
 def parameters(dtype=torch.float32):

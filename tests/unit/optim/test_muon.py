@@ -25,11 +25,11 @@ SKIP, KEEP = torch.ones(()), torch.zeros(())
 
 
 def build(named, **settings):
-    surroundings = optimizers.Surroundings(
+    context = optimizers.OptimizerContext(
         SHARDING, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0, {}
     )
     section = Optimizer(**{"name": "Muon", "lr": 0.02, **settings})
-    return optimizers.build_optimizer(named.items(), section, surroundings)
+    return optimizers.build_optimizer(named.items(), section, context)
 
 
 def parameter(*shape, dtype=torch.float32):

@@ -10,7 +10,7 @@ import torch
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
-from torchtitan_like.optim.optimizer import Surroundings, step_or_restore
+from torchtitan_like.optim.optimizer import OptimizerContext, step_or_restore
 from torchtitan_like.util.shards import local_positions
 
 
@@ -19,10 +19,10 @@ def section(**changes):
 
 
 def build_optimizer(named, section, sharding=()):
-    surroundings = Surroundings(
+    context = OptimizerContext(
         sharding, partial(MatrixOwners, group=None), local_positions, torch.device("cpu"), 0, {}
     )
-    return optimizers.build_optimizer(named, section, surroundings)
+    return optimizers.build_optimizer(named, section, context)
 
 
 def model_and_loss():

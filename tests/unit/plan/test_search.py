@@ -25,8 +25,8 @@ from torchtitan_like.plan.search import (
     NUM_DRY_RUN,
     NUM_FULL,
     PER_GROUP,
-    Found,
     Screened,
+    SearchResult,
     global_batch_of,
     screen,
     search,
@@ -60,7 +60,7 @@ def space(world_size: int = 4, batch: int = 8, *settings: str) -> searching.Spac
 
 
 @functools.cache
-def screened() -> tuple[Found, list[Screened]]:
+def screened() -> tuple[SearchResult, list[Screened]]:
     """Screen the layouts of four ranks once, because it takes a second."""
     return screen(space(), GPU, network_of(GPU, 8), LIMIT)
 
@@ -70,12 +70,12 @@ Estimating = Callable[[Layout, bool], Estimate | str]
 
 def search_with(
     monkeypatch: pytest.MonkeyPatch, estimating: Estimating
-) -> tuple[Found, list[tuple[bool, list[Layout]]]]:
+) -> tuple[SearchResult, list[tuple[bool, list[Layout]]]]:
     """Search with estimates of a function. A text is the message of a failed dry run."""
     calls: list[tuple[bool, list[Layout]]] = []
 
     def dry_run(layouts: Sequence[Layout], *rest: Any, is_full: bool) -> dict[Layout, Estimate]:
-        found: Found = rest[-1]
+        found: SearchResult = rest[-1]
         calls.append((is_full, list(layouts)))
         estimates = {}
         for layout in layouts:

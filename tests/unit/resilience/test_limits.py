@@ -47,7 +47,7 @@ def test_an_expired_deadline_stays_expired() -> None:
 
 def test_a_rank_that_does_not_keep_time_ignores_the_deadline() -> None:
     clock = Clock()
-    run_limits = build(clock, section={"max_runtime_minutes": 1}, keeps_time=False)
+    run_limits = build(clock, section={"max_runtime_minutes": 1}, is_leader=False)
     clock.now += 1e6
     assert run_limits.reached() == []
 

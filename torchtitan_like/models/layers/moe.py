@@ -204,7 +204,7 @@ class MoE(nn.Module):
     | `expert_bias` | (experts,) float32, in checkpoints; None unless has_bias or with "bias" |
     | `load_fractions` | (experts,) float32 with "global", of the step before; 1 if even |
 
-    `sequence` is a seam of `distributed`. is_forced: choose experts in turn, whatever the scores.
+    `sequence` is a seam of `distributed`. is_round_robin: choose experts in turn, whatever the scores.
     loss_scale: 1 / the tokens of a step on all ranks; None: backward adds no router losses.
     """
 
@@ -228,7 +228,7 @@ class MoE(nn.Module):
         self.balance = balance
         self.has_bias = has_bias or balance.method == "bias"
         self.sequence: Sequence = WHOLE_SEQUENCE
-        self.is_forced = False
+        self.is_round_robin = False
         self.loss_scale: Tensor | None = None
         for name, is_saved in BUFFERS.items():
             self.register_buffer(name, None, persistent=is_saved)
@@ -256,7 +256,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.flatten(0, -2)
         logits = self._with_losses(self.router.logits(tokens), x)
-        if self.is_forced:
+        if self.is_round_robin:
             expert_ids = self._in_turn(x)
         else:
             expert_ids = self.router.select(logits.detach(), self.expert_bias)
@@ -313,14 +313,14 @@ def describe_experts(model: nn.Module, dtype: torch.dtype) -> list[str]:
     return [f"Experts: {experts.num_experts} in each layer, computed by {kernel} in {dtype}"]
 
 
-def choose_in_turn(model: nn.Module) -> None:
+def force_round_robin_routing(model: nn.Module) -> None:
     """Make all routers choose experts by the position in the sample, not by scores, in place.
 
     Loads are then even. The scores still weigh the chosen experts.
     """
     for module in model.modules():
         if isinstance(module, MoE):
-            module.is_forced = True
+            module.is_round_robin = True
 
 
 class Routes(NamedTuple):
