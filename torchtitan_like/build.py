@@ -30,8 +30,8 @@ from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Sections, ShardedModel, build_parts
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import World
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.extensions.observers import Observers
-from torchtitan_like.extensions.optimizers import ExtensionError
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
@@ -65,9 +65,9 @@ from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import Heartbeat, RankPosition
 from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resolved import RankRun, Run
-from torchtitan_like.util import registry
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.files import WriteFailures
+from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.plan_file import settings_of
 from torchtitan_like.util.shards import local_positions
 
@@ -330,20 +330,20 @@ def describe_attention(run: Run, device: torch.device) -> list[str]:
 
 
 def _token_loss(name: str, settings: Settings) -> TokenLoss | None:
-    """Return the registered loss of that name; None for cross-entropy.
+    """Return the user's loss of that name; None for cross-entropy.
 
     It raises ExtensionError unless it returns one loss per token.
     """
-    if not registry.is_registered("loss", name):
+    if not is_dotted(name):
         return None
-    function = registry.find("loss", name)
+    function = resolve_name(name, "loss")
 
     def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
         losses: Tensor = function(logits, labels, settings)
         shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
         if shape != (len(labels),):
             raise ExtensionError(
-                f"the loss {name!r} returns {shape} for logits {tuple(logits.shape)}. Expected the "
+                f"the loss {name} returns {shape} for logits {tuple(logits.shape)}. Expected the "
                 f"loss of each token, ({len(labels)},): do not reduce it"
             )
         return losses

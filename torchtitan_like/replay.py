@@ -182,7 +182,9 @@ def resolve_replay(bundle: Bundle, run: Path, folder: Path, settings: Sequence[s
     if config.data.cache_folder:
         argv += [f"--data.cache_folder={folder / 'token_cache'}"]
     _link_tokens(Path(config.data.cache_folder or run / "token_cache"), folder / "token_cache")
-    return read_run([*argv, *settings], 1)
+    # A module that only the command names, for the run's names of code, is no change of the run.
+    imported = [] if module else [f"--{CUSTOM_IMPORT_KEY}="]
+    return read_run([*argv, *settings, *imported], 1)
 
 
 def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) -> list[str]:

@@ -2,7 +2,7 @@
 
 Another person may have written such a configuration. The module in its `experimental.custom_import`
 is never imported; a command imports only the module on its command line. Without it, a
-configuration with registered names or sections cannot be loaded.
+configuration with names of user code or registered sections cannot be loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torchtitan_like.config.arguments import last_value
 from torchtitan_like.config.loader import CUSTOM_IMPORT, CUSTOM_IMPORT_KEY, import_module
 from torchtitan_like.config.problems import Problem
 from torchtitan_like.config.sections_training import Model
-from torchtitan_like.util.modules import is_file_name
+from torchtitan_like.util.modules import is_dotted, is_file_name
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import CONFIG
 
@@ -78,10 +78,10 @@ def load_trusted(file: Path, module: str, settings: Sequence[str] = ()) -> JobCo
     """Load a stored configuration after importing the module that the user's command names.
 
     module: "" imports nothing. settings: see `load_stored_config`.
-    Raises ConfigError if that fails. Its remedy for names and sections that are not registered is
-    the module that the configuration names.
+    Raises ConfigError if that fails. Its remedy for unknown sections is the module that the
+    configuration names.
     """
-    return _load(lambda: load_stored_config(file, settings), module)
+    return _load(lambda: load_stored_config(file, settings, module), module)
 
 
 def _load(load: Callable[[], JobConfig], module: str) -> JobConfig:
@@ -101,7 +101,7 @@ def _load(load: Callable[[], JobConfig], module: str) -> JobConfig:
 
 
 def _with_module(problem: Problem, module: str) -> Problem:
-    """Return the problem of an unregistered name with the module that may register it."""
+    """Return the problem of an unknown model or section with the module that may register it."""
     remedy = f"if you trust it: --{CUSTOM_IMPORT_KEY} {module}, with the folder of a module in PYTHONPATH"
     expected = f"{problem.expected}. The config names the module {module!r}"
     return replace(problem, expected=expected, remedy=remedy)
@@ -170,9 +170,10 @@ def adam_settings(path: Path, config_file: Path | None, step: int) -> AdamSettin
         config = load_config(["--job.config_file", str(config_file)])
     else:
         config = load_stored_config(path / CONFIG)
-    section = config.optimizer
+    section, name = config.optimizer, config.lr_scheduler.name
     uniform = {
         f'optimizer.name = "{section.name}"': section.name in OPTIMIZERS,
+        f'lr_scheduler.name = "{name}"': not is_dotted(name),
         "optimizer.groups": not section.groups,
         "optimizer.no_weight_decay": not (section.no_weight_decay and section.weight_decay),
     }

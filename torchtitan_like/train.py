@@ -60,7 +60,6 @@ from torchtitan_like.distributed.replica_groups import (
     Losses,
     common_position,
 )
-from torchtitan_like.extensions.used import used_extensions
 from torchtitan_like.guard import Guard
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.monitor.profiler import maybe_profile
@@ -532,8 +531,6 @@ class Trainer:
             }
             if (dense := self.origin.upcycled_from) is not None:
                 summary["upcycled_from"] = dense
-            if extensions := used_extensions(self.config):
-                summary["extensions"] = extensions
             content: dict[str, Any] = {
                 "config_toml": self.run.config_toml,
                 "summary": summary,

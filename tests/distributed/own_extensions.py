@@ -4,18 +4,17 @@ import torch
 from pydantic import BaseModel
 from torch.nn import functional as F
 
-from torchtitan_like.extensions import register
+from torchtitan_like.extensions import register_section
 
 NUM_DOCUMENTS = 3000
 
 
-@register("section", "own")
+@register_section("own")
 class Own(BaseModel):
     trust: float = 0.02
     z_weight: float = 0.001
 
 
-@register("optimizer", "Lars")
 class Lars(torch.optim.Optimizer):
     """The step of each parameter has a norm in proportion to the parameter's norm."""
 
@@ -36,7 +35,6 @@ class Lars(torch.optim.Optimizer):
                 p.sub_(mean * ratio)
 
 
-@register("loss", "with_z")
 def with_z(logits, labels, settings):
     z = torch.logsumexp(logits, -1)
     return F.cross_entropy(logits, labels, reduction="none") + settings["own"].z_weight * z * z
@@ -57,18 +55,15 @@ def record(prefix, index):
     return {"question": f"{prefix} {index}: ", "answer": numbers}
 
 
-@register("data_source", "map")
 class Map(Numbers):
     def __getitem__(self, index):
         return record(self.prefix, index)
 
 
-@register("data_source", "iterable")
 class Iterable(Numbers):
     def __iter__(self):
         return (record(self.prefix, index) for index in range(NUM_DOCUMENTS))
 
 
-@register("sample_processor", "answers")
 def answers(record, settings):
     return [(record["question"], False), (record["answer"], True)]

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from tests.faults.trainer import ASSETS
 from tests.harness.extents import record_file
 from tests.harness.runner import ROOT
 from torchtitan_like import replay
-from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.step_folders import is_inside, read_manifest, write_manifest
 from torchtitan_like.cli import main as titan
-from torchtitan_like.config import ConfigError, load_stored_config
+from torchtitan_like.config import ConfigError, dump_toml, load_stored_config
 from torchtitan_like.models import spec
 from torchtitan_like.monitor import log
+from torchtitan_like.stored_config import adam_settings
 from torchtitan_like.util.exit_codes import ExitCode
 
 pytestmark = [
@@ -113,6 +115,42 @@ def test_error_for_an_unknown_model_names_its_module_and_the_flag(
     assert titan([*argv, FLAG, MODULE]) == 0, capsys.readouterr().err
 
 
+NAMES = ["optimizer.name", "lr_scheduler.name", "loss.name", "model.converters", "metrics.observers",
+         "data.sources.a.format", "validation.sources.a.processor"]  # fmt: skip
+
+
+@pytest.mark.parametrize("key", NAMES)
+def test_code_that_a_stored_config_names_is_not_imported(
+    stored: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    key: str,
+) -> None:
+    """Although the module is on Python's path."""
+    monkeypatch.syspath_prepend(stored)
+    monkeypatch.setattr(log, "init_logger", lambda: None)
+    settings = [f"--{key}={MODULE}:run", "--experimental.custom_import="]
+    if ".sources." in key:
+        settings.append(f"--{key.rpartition('.')[0]}.path=x")
+    file = stored / "config.toml"
+    seal(stored, dump_toml(load_stored_config(file, settings)))
+    bundle, out = write_bundle(stored.parents[1]), tmp_path / "out"
+    commands = [
+        *(TOOLS[tool](stored, out) for tool in ("export", "convert", "generate")),
+        ["data", "show", str(stored), "--step", "1"],
+        ["run", "replay", str(bundle)],
+        ["ckpt", "convert", str(stored), str(out), "--to", "torchtitan"],
+    ]
+    for argv in commands:
+        assert titan(argv) != 0
+        message = capsys.readouterr().err
+        assert "because its import runs code" in message and f"{FLAG} {MODULE}" in message
+    with suppress(CheckpointError):  # TorchTitan has no such optimizer or schedule
+        adam_settings(stored, file, 3)
+    assert MODULE not in sys.modules and not list(stored.glob("*.imported"))
+
+
 def write_bundle(run: Path, **changes: Any) -> Path:
     path = run / "attempts/1/bad-steps/step-4.json"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -156,6 +194,19 @@ def test_replay_imports_no_module_of_the_run(
     assert f"No module named '{MODULE}'" in replay_error(
         write_bundle(stored.parents[1]), FLAG, MODULE
     )
+
+
+def test_replay_imports_code_of_the_named_module(stored: Path, tmp_path: Path) -> None:
+    """The module is no change of the settings: the run has imported it for the name only."""
+    (stored / f"{MODULE}.py").write_text("def run(step, total_steps, settings): return 1.0")
+    sys.path.append(str(stored))
+    changes = [f"--lr_scheduler.name={MODULE}:run", f"{FLAG}="]
+    seal(stored, dump_toml(load_stored_config(stored / "config.toml", changes)))
+    run = stored.parents[1]
+    bundle = json.loads(write_bundle(run).read_text())
+    resolved = replay.resolve_replay(bundle, run, tmp_path, [FLAG, MODULE])
+    assert resolved.config.lr_scheduler.name == f"{MODULE}:run" and MODULE in sys.modules
+    assert resolved.config.experimental.custom_import == ""
 
 
 @pytest.mark.parametrize(

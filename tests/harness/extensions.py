@@ -1,4 +1,4 @@
-"""Remove what a test has registered: other tests run in the same process."""
+"""Forget the modules and config sections of a test: other tests run in the same process."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torchtitan_like.util import registry
+from torchtitan_like.config import schema
 
 
 @contextmanager
-def extensions_removed() -> Iterator[None]:
-    """Restore the registered names, and forget imported .py files, at the end of the block."""
-    before = {kind: dict(table) for kind, table in registry._tables.items()}
+def forgotten(*modules: str) -> Iterator[None]:
+    """At the end of the block, forget modules, imported .py files, and new config sections."""
+    before = dict(schema._sections)
     try:
         yield
     finally:
-        for kind, table in before.items():
-            registry._tables[kind].clear()
-            registry._tables[kind].update(table)
-        for name in [name for name in sys.modules if name.startswith("file:")]:
-            del sys.modules[name]
+        schema._sections.clear()
+        schema._sections.update(before)
+        for name in list(sys.modules):
+            if name in modules or name.startswith("file:"):
+                del sys.modules[name]

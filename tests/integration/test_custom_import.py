@@ -1,4 +1,4 @@
-"""`experimental.custom_import` loads a module or file in `titan check` and on each rank."""
+"""`experimental.custom_import`, and names of code, load modules in `titan check` and on each rank."""
 
 from __future__ import annotations
 
@@ -15,11 +15,15 @@ from tests.harness.runner import ROOT
 CODE = """
 import os, pathlib
 (pathlib.Path(__file__).parent / f"imported-by-rank-{os.environ.get('RANK')}").touch()
+
+def constant(step, total_steps, settings):
+    return 1.0
 """
+CUSTOM_IMPORT = '[experimental]\ncustom_import = "{}"'
+
 TOML = """
 extends = "debug_model.toml"
-[experimental]
-custom_import = "{name}"
+{setting}
 [model.args]
 dim = 32
 n_layers = 2
@@ -27,8 +31,6 @@ n_heads = 4
 [training]
 seq_len = 32
 steps = 1
-[lr_scheduler]
-warmup_steps = 0
 [validation]
 enable = false
 [checkpoint]
@@ -59,17 +61,21 @@ register(dataclasses.replace(get_spec("llama3"), name="lazy", check=check))
 
 
 @pytest.mark.parametrize(
-    ("name", "current"),
-    [("my_code.py", "elsewhere"), ("my_code", "configs")],
-    ids=["a file next to the TOML", "a module of the current folder"],
+    ("setting", "current"),
+    [
+        (CUSTOM_IMPORT.format("my_code.py"), "elsewhere"),
+        (CUSTOM_IMPORT.format("my_code"), "configs"),
+        ('[lr_scheduler]\nname = "my_code:constant"', "configs"),
+    ],
+    ids=["a file next to the TOML", "a module of the current folder", "a name"],
 )
-def test_check_and_all_ranks_import_the_module(tmp_path: Path, name: str, current: str) -> None:
+def test_check_and_all_ranks_import_the_module(tmp_path: Path, setting: str, current: str) -> None:
     for folder in ("configs", "elsewhere", "path"):
         (tmp_path / folder).mkdir()
     (tmp_path / "configs/my_code.py").write_text(CODE)
     # The current folder has priority.
     (tmp_path / "path/my_code.py").write_text("raise ImportError('from PYTHONPATH')")
-    (tmp_path / "configs/run.toml").write_text(TOML.format(name=name))
+    (tmp_path / "configs/run.toml").write_text(TOML.format(setting=setting))
     for arguments in (["check"], ["train", "--nproc", "2"]):
         process = titan(tmp_path / current, arguments[0], "../configs/run.toml", *arguments[1:])
         assert process.returncode == 0, process.stderr[-3000:]
@@ -78,13 +84,13 @@ def test_check_and_all_ranks_import_the_module(tmp_path: Path, name: str, curren
 
 
 def test_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(TOML.format(name="absent.py"))
+    (tmp_path / "run.toml").write_text(TOML.format(setting=CUSTOM_IMPORT.format("absent.py")))
     process = titan(tmp_path, "check", "run.toml")
     assert process.returncode == 78 and str(tmp_path / "absent.py") in process.stderr
 
 
 def test_module_functions_can_import_from_the_current_folder(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(TOML.format(name="my_code"))
+    (tmp_path / "run.toml").write_text(TOML.format(setting=CUSTOM_IMPORT.format("my_code")))
     (tmp_path / "my_code.py").write_text(LAZY_CODE)
     (tmp_path / "my_checks.py").write_text("def problems(args):\n    return []\n")
     for command in ("check", "train"):

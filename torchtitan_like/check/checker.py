@@ -29,8 +29,10 @@ from torchtitan_like.check.rules import RULES
 from torchtitan_like.check.rules.no_effect import find_idle_settings
 from torchtitan_like.check.rules.parallelism import check_degrees, check_pipeline
 from torchtitan_like.config import ConfigError, JobConfig, Problem
-from torchtitan_like.config.loader import CommandLine
-from torchtitan_like.config.problems import Rule, broken_rules, merge_no_effect
+from torchtitan_like.config.fields import dotted_names
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, CommandLine
+from torchtitan_like.config.problems import Rule, Severity, broken_rules, merge_no_effect
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.util.modules import searching_modules_in
 
 if TYPE_CHECKING:
@@ -173,9 +175,30 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_parameter_patterns(run)
     yield from check_nccl(run)
     yield from check_tokenizer(run)
+    yield from check_names(run.config)
     yield from check_datasets(run.config)
     yield from check_folders(run.config)
     yield from check_initial_checkpoint(run.config)
+
+
+def check_names(config: JobConfig) -> Iterator[Problem]:
+    """Import the functions and classes of user code. A module that fails is reported once.
+
+    A check on a machine without torch accepts modules that import it.
+    """
+    reported = set()
+    for key, kind, name in dotted_names(config):
+        try:
+            resolve_name(name, kind)
+        except ExtensionError as error:
+            module = name.partition(":")[0]
+            involves = (CUSTOM_IMPORT_KEY,) if module == config.experimental.custom_import else ()
+            if error.problem not in reported:
+                reported.add(error.problem)
+                expected = f"user code that follows its protocol; {error.problem}"
+                lacks_torch = getattr(error.__cause__, "name", "") == "torch"
+                severity: Severity = "training_error" if lacks_torch else "error"
+                yield Problem(key, None, expected, error.remedy, "", severity, involves)
 
 
 def _settle(problem: Problem, training: bool) -> Problem:

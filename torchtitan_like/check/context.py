@@ -14,7 +14,7 @@ from torchtitan_like.config.sections_scale import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import splits_backward
-from torchtitan_like.util import registry
+from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -109,9 +109,9 @@ class RunContext:
         return is_half and self.device_type != "cpu" and self.args is not None
 
     @property
-    def has_registered_optimizer(self) -> bool:
-        """True if user code has registered the optimizer of some parameters."""
-        return any(registry.is_registered("optimizer", n) for n in self.config.optimizer.names)
+    def has_own_optimizer(self) -> bool:
+        """True if user code has the optimizer of some parameters."""
+        return any(map(is_dotted, self.config.optimizer.names))
 
     @property
     def uses_float8(self) -> bool:

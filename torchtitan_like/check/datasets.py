@@ -13,7 +13,8 @@ from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.config.datasets import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem
-from torchtitan_like.util import registry
+from torchtitan_like.extensions.names import ExtensionError
+from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Prob
         return
     for name, source in sources.items():
         key = f"{table}.{name}"
-        if registry.is_registered("data_source", source.format):
+        if is_dotted(source.format):
             yield from _check_user_source(key, source, config.extra_sections)
         else:
             yield from _check_files(f"{key}.path", source.path, source.format, (f"{key}.format",))
@@ -111,6 +112,8 @@ def _check_user_source(key: str, source: DataSource, settings: Settings) -> Iter
 
     try:
         documents = UserDocuments(source.format, source.path, settings)
+    except ExtensionError:  # reported by `check_names`
+        return
     except DataError as error:
         yield Problem(f"{key}.format", None, f"a data source that can be opened; {error}")
         return

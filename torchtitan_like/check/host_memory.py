@@ -74,7 +74,7 @@ def state_bytes(section: Optimizer, weight_dtype: str) -> float:
 
 def _state_bytes(name: str, section: Optimizer, weight_dtype: str) -> float:
     if name not in STATES:
-        return 0  # of a registered optimizer, whose states are unknown
+        return 0  # of the user's optimizer, whose states are unknown
     states = STATES[name]
     if not states.is_elementwise:
         return states.num_tensors * BYTES[weight_dtype]

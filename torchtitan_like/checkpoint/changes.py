@@ -6,7 +6,7 @@ Each setting declares the state of the run that it affects (`Affected` in config
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ from torchtitan_like.config.layers import Layer, leaves, parse_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, build_config
 from torchtitan_like.config.problems import ConfigError
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.util import registry
 
 # Settings that a run may resolve at its start -> their names in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
@@ -153,27 +152,6 @@ def check_finished(manifest: Mapping[str, Any], config: Mapping[str, Any], folde
         )
 
 
-def check_extensions(stored: Mapping[str, Any], allowed: Sequence[str]) -> None:
-    """Raise ChangedError if an extension of the checkpoint's run is not registered.
-
-    stored: the manifest, whose `extensions` has lists of names by kind.
-    allowed: `checkpoint.allow_change`, which may name `experimental.custom_import`.
-    """
-    missing = [
-        f"the {registry.label(kind)} {name!r}"
-        for kind, names in stored.get("extensions", {}).items()
-        for name in names
-        if not registry.is_registered(kind, name)
-    ]
-    if missing and not any(fnmatchcase(CUSTOM_IMPORT_KEY, pattern) for pattern in allowed):
-        module = _complete(stored["config"]).get(CUSTOM_IMPORT_KEY)
-        raise ChangedError(
-            f"The checkpoint was trained with {', '.join(missing)}, which this run does not "
-            f"register. Expected the module that registers them: if you trust {module}, pass "
-            f"--{CUSTOM_IMPORT_KEY} {module}, with the folder of a module in PYTHONPATH"
-        )
-
-
 def warm_differences(
     stored: Mapping[str, Any], current: Mapping[str, Any], tokenizer: str
 ) -> list[Change]:
@@ -214,7 +192,7 @@ def _model_args(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
     """Return every setting by its dotted key, with current names and defaults."""
-    unregistered: dict[str, Any] = {}
+    unknown_names: dict[str, Any] = {}
     try:
         given = parse_toml(tables) if isinstance(tables, str) else tables
         config = build_config([Layer("the checkpoint", list(leaves(given)))])
@@ -225,10 +203,10 @@ def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
                 "settings of its run: use another checkpoint"
             ) from error
         config = error.partial  # unknown settings of another version are ignored
-        unregistered = {
+        unknown_names = {
             problem.key: problem.value
             for problem in error.problems
-            if CUSTOM_IMPORT_KEY in problem.involves and problem.value is not None
+            if (setting := find(tuple(problem.key.split(".")))) and setting.name_of
         }
     except ValueError as error:
         raise CheckpointError(
@@ -236,4 +214,4 @@ def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
             "settings of its run: use another checkpoint"
         ) from error
     settings = {".".join(path): value for path, value in leaves(config.model_dump()) if value != {}}
-    return settings | unregistered
+    return settings | unknown_names

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.checkpoint.changes import (
     check_changes,
-    check_extensions,
     diff_settings,
     warm_differences,
 )
@@ -114,7 +113,6 @@ class Origin:
             differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
-        check_extensions(stored, config.checkpoint.allow_change)
         resolved = {"global_batch_size": self._global_batch_size}
         changes = diff_settings(stored["config"], config.model_dump(), stored, resolved)
         if note := check_changes(changes):

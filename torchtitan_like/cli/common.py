@@ -129,8 +129,8 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE",
         default="",
         help="module (found through PYTHONPATH) or .py file to import first, which registers "
-        "the checkpoint's model or extensions. The module that the checkpoint's own config names "
-        "is never imported",
+        "the checkpoint's model or sections, or whose package has its extensions. Modules that "
+        "only the checkpoint's own config names are never imported",
     )
 
 

@@ -117,7 +117,7 @@ def configure_help(parser: argparse.ArgumentParser) -> None:
         dest="custom_import",
         metavar="MODULE",
         default="",
-        help="module or .py file to import first, which registers names or sections",
+        help="module or .py file to import first, which registers sections",
     )
     parser.epilog = (
         "Prints type, choices, default and meaning. Returns 2 if no setting has that name.\n\n"

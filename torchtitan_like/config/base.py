@@ -24,8 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidato
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from torchtitan_like.config.problems import Rule, broken_rules
-from torchtitan_like.util import registry
-from torchtitan_like.util.registry import Kind
+from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:
     from pydantic import GetCoreSchemaHandler
@@ -137,20 +136,19 @@ class Expected:
 
 @dataclass(frozen=True)
 class NameOf:
-    """Metadata of a string: one of these names, or a name of this kind that user code registers."""
+    """Metadata of a string: one of these names, or "module:name" in user code.
 
-    kind: Kind
+    kind: see `extensions.names.PARAMETERS`.
+    """
+
+    kind: str
     built_in: tuple[str, ...] = ()
 
     @property
-    def choices(self) -> tuple[str, ...]:
-        return (*self.built_in, *registry.names(self.kind))
-
-    @property
     def description(self) -> str:
-        listed = ", ".join(f'"{name}"' for name in self.choices)
-        registered = f"a registered {registry.label(self.kind)} (experimental.custom_import)"
-        return f"{listed}, or {registered}" if listed else registered
+        listed = "".join(f'"{name}", ' for name in self.built_in)
+        own = f'your own {self.kind} as "module:name"'
+        return f"{listed}or {own}" if listed else own
 
     def __get_pydantic_core_schema__(
         self, source: type[Any], handler: GetCoreSchemaHandler
@@ -158,7 +156,7 @@ class NameOf:
         return core_schema.no_info_after_validator_function(self._check, handler(source))
 
     def _check(self, name: str) -> str:
-        if name not in self.choices:
+        if name not in self.built_in and not is_dotted(name):
             raise ValueError(f"expected {self.description}")
         return name
 

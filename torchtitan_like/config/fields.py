@@ -19,7 +19,9 @@ from torchtitan_like.config.base import (
     Need,
     Section,
 )
-from torchtitan_like.config.schema import job_config
+from torchtitan_like.config.layers import leaves
+from torchtitan_like.config.schema import JobConfig, job_config
+from torchtitan_like.util.modules import is_dotted
 
 Path = tuple[str, ...]
 
@@ -60,7 +62,7 @@ class Setting:
     def choices(self) -> tuple[str, ...]:
         """Allowed words of a choice, or of the items of a list of choices."""
         if (name := self.name_of) is not None:
-            return name.choices
+            return name.built_in
         kind = get_args(self.kind)[0] if get_origin(self.kind) is list else self.kind
         return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -75,7 +77,8 @@ class Setting:
         metadata = self.field.metadata
         described = [item.description for item in metadata if isinstance(item, Expected)]
         if (name := self.name_of) is not None:
-            prefix = "a list of: " if get_origin(self.kind) is list else "one of "
+            prefix = "one of " if name.built_in else ""
+            prefix = "a list of: " if get_origin(self.kind) is list else prefix
             described = [prefix + name.description]
         text = described[0] if described else _describe(self.kind) + _limits(metadata)
         return f"{text}, or None" if self.optional else text
@@ -209,6 +212,16 @@ def settings_of(section: type[Section], prefix: Path = ()) -> Iterator[Setting]:
     """Yield the keys of one section in order. A sub-table is one key."""
     for name, field in section.model_fields.items():
         yield Setting((*prefix, name), field)
+
+
+def dotted_names(config: JobConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield the key, the kind and the name of each function or class of user code that is named."""
+    for path, value in leaves(config.model_dump()):
+        setting = find(path)
+        if setting is not None and (name_of := setting.name_of) is not None:
+            for name in value if isinstance(value, list) else [value]:
+                if name is not None and is_dotted(name):
+                    yield ".".join(path), name_of.kind, name
 
 
 def all_settings(section: type[Section] | None = None, prefix: Path = ()) -> Iterator[Setting]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path as FilePath
 from typing import Any
@@ -19,11 +19,11 @@ from torchtitan_like.config.arguments import (
     suggest_key,
     wants_help,
 )
-from torchtitan_like.config.fields import Path, find, names_at
+from torchtitan_like.config.fields import Path, dotted_names, find, names_at
 from torchtitan_like.config.layers import Layer, delete, merge, read_files
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.config.schema import JobConfig, job_config
-from torchtitan_like.util.modules import describe_line, import_named, is_file_name
+from torchtitan_like.util.modules import describe_line, import_named, is_file_name, package_of
 from torchtitan_like.util.suggestions import did_you_mean
 
 # Path components of pydantic errors that are no keys: for the names of tables, and for unions.
@@ -62,7 +62,7 @@ class CommandLine:
         return argv if isinstance(argv, CommandLine) else cls(argv)
 
     def import_extensions(self) -> list[Problem]:
-        """Import the module of `experimental.custom_import`, which may register names and sections.
+        """Import the module of `experimental.custom_import`, which may register a model and sections.
 
         Returns the problem of an import that fails. A second call imports nothing.
         """
@@ -83,7 +83,7 @@ class CommandLine:
         if not name:
             return []
         problem = import_module(_absolute_code_file(CUSTOM_IMPORT, name, origin))
-        self._loaded = None  # the module may have registered names
+        self._loaded = None  # the module may have registered sections
         return [] if problem is None else [replace(problem, origin=origin)]
 
     def load(self) -> JobConfig:
@@ -153,17 +153,37 @@ def _in_folder_of_group(config: JobConfig) -> JobConfig:
     return config.model_copy(update={"job": job})
 
 
-def load_stored_config(file: FilePath, settings: Sequence[str] = ()) -> JobConfig:
+def load_stored_config(file: FilePath, settings: Sequence[str] = (), module: str = "") -> JobConfig:
     """Load the configuration that a run or a checkpoint has stored.
 
-    A stored configuration is complete. `extends` is refused: the author of a checkpoint must not
-    choose files of this machine to read.
+    A stored configuration is complete. Its author must not choose files of this machine to read, so
+    `extends` is refused. Nor may the author choose modules to import: names of user code are
+    refused, except in `settings` and in the package of `module`.
 
-    settings: arguments that override it. Raises ConfigError with every problem.
+    settings: arguments that override it. module: that the user's command names, or "".
+    Raises ConfigError with every problem.
     """
     arguments, problems = parse_arguments(list(settings))
     layers, unreadable = read_files(str(file), may_extend=False)
-    return build_config([*layers, arguments], [*unreadable, *problems], complete=not unreadable)
+    return build_config(
+        [*layers, arguments],
+        [*unreadable, *problems],
+        complete=not unreadable,
+        check=lambda config: _untrusted_names(config, module),
+    )
+
+
+def _untrusted_names(config: JobConfig, module: str) -> Iterator[Problem]:
+    """Yield a problem for each name of user code that neither the user nor `module` has given."""
+    trusted = "" if is_file_name(module) else package_of(module)
+    for key, kind, name in dotted_names(config):
+        package, origin = package_of(name), config.origin_of(key)
+        if origin != COMMAND_LINE and package != trusted:
+            expected = f"a {kind} of a module that the command names, because its import runs code"
+            remedy = (
+                f"if you trust it: --{CUSTOM_IMPORT_KEY} {package}, with its folder in PYTHONPATH"
+            )
+            yield Problem(key, name, expected, remedy, origin)
 
 
 def _ignored_config_files(layers: list[Layer]) -> Iterator[Problem]:
@@ -182,11 +202,16 @@ def _ignored_config_files(layers: list[Layer]) -> Iterator[Problem]:
 
 
 def build_config(
-    layers: list[Layer], problems: list[Problem] | None = None, *, complete: bool = True
+    layers: list[Layer],
+    problems: list[Problem] | None = None,
+    *,
+    complete: bool = True,
+    check: Callable[[JobConfig], Iterable[Problem]] = lambda config: (),
 ) -> JobConfig:
     """Merge layers, the last one on top, and check the result.
 
-    problems: from reading the layers. complete: False if a layer is missing.
+    problems: from reading the layers. complete: False if a layer is missing. check: yields problems
+    of the valid settings.
     Raises ConfigError with every problem.
     """
     problems = list(problems or [])
@@ -205,6 +230,7 @@ def build_config(
         config._origins.update({".".join(path): origin for path, origin in origins.items()})
         config._layers = tuple(layer.origin for layer in layers)
         config._notices = tuple(notices)
+        problems += check(config)
     if problems or config is None:
         partial = config if complete else None
         raise ConfigError([*problems, *notices], partial=partial, faulty=frozenset(faulty))
@@ -313,8 +339,7 @@ def _explain(path: Path, error: Any, origins: dict[Path, str], may_suggest: bool
     if kind in _OWN_MESSAGE and not setting.is_described:  # by the validator of a user's section
         return Problem(key, value, f"{setting.expected}; {error['msg']}", "", origin)
     remedy = _suggest_value(setting.expected, setting.choices, value)
-    involves = () if setting.name_of is None else (CUSTOM_IMPORT_KEY,)
-    return Problem(key, value, setting.expected, remedy, origin, involves=involves)
+    return Problem(key, value, setting.expected, remedy, origin)
 
 
 def _suggest_value(expected: str, choices: tuple[str, ...], value: Any) -> str:

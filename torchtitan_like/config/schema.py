@@ -17,7 +17,6 @@ from torchtitan_like.config import (
 )
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.util import registry
 
 
 class JobConfig(Section):
@@ -107,7 +106,7 @@ class JobConfig(Section):
 
     @property
     def extra_sections(self) -> dict[str, Section]:
-        """The sections that user code has registered, by name."""
+        """The registered sections of user code, by name."""
         names = type(self).model_fields.keys() - JobConfig.model_fields.keys()
         return {name: getattr(self, name) for name in sorted(names)}
 
@@ -128,10 +127,27 @@ class JobConfig(Section):
         return self._notices
 
 
+# The registered sections of user code by name, each with the file and line of its registration.
+_sections: dict[str, tuple[type[Section], str]] = {}
+
+
+def add_section(name: str, section: type[Section], origin: str) -> None:
+    """Register a config section of user code. The same line of a file may register it again.
+
+    origin: file and line. Raises ValueError if another line has registered the name.
+    """
+    _, first = _sections.setdefault(name, (section, origin))
+    if first != origin:
+        raise ValueError(
+            f"two registrations of the config section {name!r}: {first} and {origin}. Expected "
+            "one: give the second another name"
+        )
+    _sections[name] = section, origin
+
+
 def job_config() -> type[JobConfig]:
-    """Return `JobConfig` with the sections that user code has registered."""
-    names = registry.names("section")
-    return _extended(tuple((name, registry.find("section", name)) for name in names))
+    """Return `JobConfig` with the registered sections of user code."""
+    return _extended(tuple((name, section) for name, (section, _) in _sections.items()))
 
 
 @functools.lru_cache(maxsize=1)

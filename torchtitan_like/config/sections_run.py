@@ -419,8 +419,8 @@ class Experimental(Section):
 
     custom_import: str = field(
         "",
-        "Module to import before the configuration is checked, to register models and extensions: "
-        "its name, or the path of a .py file relative to the TOML file.",
+        "Module to import before the configuration is checked, to register models and config "
+        "sections: its name, or the path of a .py file relative to the TOML file.",
         affects="model",
     )
     custom_args_module: str = field(

@@ -72,7 +72,7 @@ class Model(Section):
     )
     converters: list[ConverterName] = field(
         [],
-        "Converters to apply to the model: first registered ones in this order, then the package's. "
+        "Converters to apply to the model: first your own in this order, then the package's. "
         "Not available yet: MX and float8 of grouped_mm.",
     )
     print_after_conversion: bool = field(
@@ -298,7 +298,7 @@ class LRScheduler(Section):
         "decay_ratio", "{key} > 0, or unset", lambda ratio, _: ratio != 0, "nothing decays"
     )
 
-    name: Annotated[str, NameOf("lr_schedule", ("wsd",))] = field(
+    name: Annotated[str, NameOf("learning-rate schedule", ("wsd",))] = field(
         "wsd", "Schedule. wsd: warmup, stable phase, decay, with the settings below."
     )
     warmup_steps: int = field(
@@ -485,7 +485,7 @@ class Training(Section):
 
 
 SourceFormat = Annotated[
-    str, NameOf("data_source", ("auto", "text", "jsonl", "parquet", "arrow", "tokens"))
+    str, NameOf("data source", ("auto", "text", "jsonl", "parquet", "arrow", "tokens"))
 ]
 
 
@@ -502,7 +502,7 @@ class DataSource(Section):
     format: SourceFormat = field(
         "auto",
         "Format of the files. auto: by the file name's extension. tokens: token ids (Megatron "
-        ".bin with .idx, .npy, flat .bin, folders of a token cache). A registered data source "
+        ".bin with .idx, .npy, flat .bin, folders of a token cache). Your own data source "
         "receives the path.",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = field(
@@ -511,7 +511,7 @@ class DataSource(Section):
         "of at most 65,536.",
         needs=one_of("format", "tokens"),
     )
-    processor: Annotated[str, NameOf("sample_processor")] | None = field(
+    processor: Annotated[str, NameOf("sample processor")] | None = field(
         None,
         "Sample processor that turns each record into text. Unset: text_field has the text.",
     )

@@ -53,7 +53,7 @@ from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.extensions.protocols import NO_SETTINGS, Settings
-from torchtitan_like.util import registry
+from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.suggestions import did_you_mean
 
 logger = logging.getLogger()
@@ -339,7 +339,7 @@ def _corpus(
 ) -> Corpus:
     """Return the documents of a source. downloads: see `find_corpus`."""
     fields = source.text_field, data.on_bad_record
-    if registry.is_registered("data_source", source.format):
+    if is_dotted(source.format):
         corpus = user_corpus(source.format, source.path, *fields, settings, dump_folder)
     else:
         corpus = find_corpus(source.path, source.format, *fields, downloads)

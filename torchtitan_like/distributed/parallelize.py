@@ -25,8 +25,8 @@ from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.converters import convert
 from torchtitan_like.extensions.protocols import Settings
-from torchtitan_like.util import registry
 from torchtitan_like.util.compile import compile_function
+from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_scale import (
@@ -121,7 +121,7 @@ def build_parts(
     offload = None
     if sections.activation_checkpoint.mode == "offload":
         offload = ActivationOffload(int(os.environ.get("LOCAL_WORLD_SIZE", world.size)))
-    converters = [name for name in sections.converters if registry.is_registered("converter", name)]
+    converters = [name for name in sections.converters if is_dotted(name)]
     for part in parts:
         for name in converters:
             convert(name, part, sections.settings)

@@ -1,8 +1,8 @@
-"""Extension points for user code: `register`, and the protocol of each kind.
+"""Extension points for user code: the protocol of each kind, and `register_section`.
 
-The module or .py file in `experimental.custom_import` registers extensions when it is imported.
-docs/guides/extensions.md describes the protocols and which of them are stable. No module of this
-package imports torch at its top level.
+A setting names a function or class as "module:name". `experimental.custom_import` names the module
+or .py file that registers config sections. docs/guides/extensions.md describes the protocols and
+which of them are stable. No module of this package imports torch at its top level.
 """
 
 from torchtitan_like.config.base import Section, field
@@ -17,7 +17,7 @@ from torchtitan_like.extensions.protocols import (
     SampleProcessor,
     Settings,
 )
-from torchtitan_like.extensions.registering import register
+from torchtitan_like.extensions.sections import register_section
 
 __all__ = [
     "Converter",
@@ -31,5 +31,5 @@ __all__ = [
     "Section",
     "Settings",
     "field",
-    "register",
+    "register_section",
 ]

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchtitan_like.extensions.optimizers import ExtensionError
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.extensions.protocols import Settings
-from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     from torch import nn
 
 
 def convert(name: str, model: nn.Module, settings: Settings) -> None:
-    """Apply the registered converter to a model on the meta device, in place.
+    """Apply the user's converter to a model on the meta device, in place.
 
     Raises ExtensionError if names, shapes or dtypes of its saved tensors change.
     """
     before = _saved_tensors(model)
-    registry.find("converter", name)(model, settings)
+    resolve_name(name, "converter")(model, settings)
     after = _saved_tensors(model)
     changed = sorted(
         key for key in before.keys() | after.keys() if before.get(key) != after.get(key)
@@ -26,10 +25,9 @@ def convert(name: str, model: nn.Module, settings: Settings) -> None:
     if changed:
         key = changed[0]
         raise ExtensionError(
-            f"the converter {name!r} ({registry.origin_of('converter', name)}) changes "
-            f"{len(changed)} saved tensors, such as {key} from {before.get(key)} to "
-            f"{after.get(key)}. Expected the same names, shapes and dtypes, which checkpoints and "
-            "sharding depend on: keep them"
+            f"the converter {name} changes {len(changed)} saved tensors, such as {key} from "
+            f"{before.get(key)} to {after.get(key)}. Expected the same names, shapes and dtypes, "
+            "which checkpoints and sharding depend on: keep them"
         )
 
 

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.extensions.optimizers import ExtensionError
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.extensions.protocols import Observer, Settings
-from torchtitan_like.util import registry
 from torchtitan_like.util.modules import describe_line
 
 logger = logging.getLogger()
@@ -24,19 +23,19 @@ class Observers:
         self._observers: dict[str, Observer] = {}
 
     def build(self, names: Sequence[str], run_folder: Path, settings: Settings) -> None:
-        """Build the registered observers. Raises ExtensionError."""
+        """Build the user's observers. Raises ExtensionError."""
         for name in names:
-            origin = f"the observer {name!r} ({registry.origin_of('observer', name)})"
+            builder = resolve_name(name, "observer")
             try:
-                observer = registry.find("observer", name)(run_folder, settings)
+                observer = builder(run_folder, settings)
             except Exception as error:  # user code may raise anything
                 raise ExtensionError(
-                    f"{origin} cannot be built: {type(error).__name__}: {error}"
+                    f"the observer {name} cannot be built: {type(error).__name__}: {error}"
                     f"{describe_line(error)}. Expected no error: correct it"
                 ) from error
             if missing := [method for method in METHODS if not hasattr(observer, method)]:
                 raise ExtensionError(
-                    f"{origin} has no {', '.join(missing)}. Expected on_step, on_validation and close: define them"
+                    f"the observer {name} has no {', '.join(missing)}. Expected on_step, on_validation and close: define them"
                 )
             self._observers[name] = observer
 
@@ -60,6 +59,6 @@ class Observers:
             except Exception as error:  # user code may raise anything
                 del self._observers[name]
                 logger.error(
-                    f"The observer {name!r} failed and receives no more rows: "
+                    f"The observer {name} failed and receives no more rows: "
                     f"{type(error).__name__}: {error}{describe_line(error)}"
                 )

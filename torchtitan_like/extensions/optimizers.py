@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.extensions.protocols import Settings
-from torchtitan_like.util import registry
 
 if TYPE_CHECKING:
     import torch
@@ -15,30 +15,25 @@ if TYPE_CHECKING:
 GROUP_KEYS = ("lr", "peak_lr", "group", "weight_decay")
 
 
-class ExtensionError(Exception):
-    """A registered function or class does not follow its protocol."""
-
-
 def build_optimizer(
     name: str, groups: list[dict[str, Any]], settings: Settings
 ) -> torch.optim.Optimizer:
-    """Build the registered optimizer. groups: see `OptimizerBuilder`.
+    """Build the user's optimizer. groups: see `OptimizerBuilder`.
 
     Raises ExtensionError if it does not follow the protocol.
     """
     import torch
 
     given = {parameter for group in groups for _, parameter in group["params"]}
-    optimizer = registry.find("optimizer", name)(groups, settings)
+    optimizer = resolve_name(name, "optimizer")(groups, settings)
     if not isinstance(optimizer, torch.optim.Optimizer):
         problems = [f"it is {type(optimizer).__name__}, not a torch.optim.Optimizer"]
     else:
         problems = list(_problems(optimizer, given))
     if problems:
         raise ExtensionError(
-            f"the optimizer {name!r} ({registry.origin_of('optimizer', name)}): "
-            f"{'; '.join(problems)}. Expected an optimizer over the given groups, with its whole "
-            "state: correct its constructor"
+            f"the optimizer {name}: {'; '.join(problems)}. Expected an optimizer over the given "
+            "groups, with its whole state: correct its constructor"
         )
     _check_first_step(name, optimizer)
     return optimizer  # type: ignore[no-any-return]
@@ -86,7 +81,7 @@ def _check_first_step(name: str, optimizer: torch.optim.Optimizer) -> None:
         if new := _state_tensors(optimizer).keys() - before.keys():
             keys = sorted({key for _, key, _ in new})
             raise ExtensionError(
-                f"the optimizer {name!r} replaces or adds the state {', '.join(keys)} in a step. "
+                f"the optimizer {name} replaces or adds the state {', '.join(keys)} in a step. "
                 "Expected tensors that exist after building and are updated in place, because a "
                 "checkpoint is loaded into them: create them in the constructor"
             )

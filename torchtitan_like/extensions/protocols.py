@@ -1,6 +1,6 @@
 """The protocols of the extension points.
 
-Every function receives `settings` last: the config sections that user code has registered, by name.
+Every function receives `settings` last: the registered config sections of user code, by name.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Converter(Protocol):
 class DataSource(Protocol):
     """The documents of a dataset, for `data.sources.<name>.format` and `validation.sources`.
 
-    The registered function or class is called with (path, settings); `path` is the setting of that
-    name. It must not read the documents yet: each rank calls it, and so does `titan check`.
+    The function or class is called with (path, settings); `path` is the setting of that name. It
+    must not read the documents yet: each rank calls it, and so does `titan check`.
 
     fingerprint: identifies the documents. The token cache and resumed runs compare it. Change it
         with any change of the documents, for example by hashing names, sizes and a version.

@@ -21,7 +21,7 @@ class ParameterGroup(NamedTuple):
     """Parameters with the same optimizer and hyperparameters.
 
     name: of the table in `[optimizer.groups]`; "" for parameters in no group.
-    optimizer: a name in `optimizer.OPTIMIZERS`, or a registered one.
+    optimizer: a name in `optimizer.OPTIMIZERS`, or "module:name".
     members: the parameters by their canonical names.
     """
 

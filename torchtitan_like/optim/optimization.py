@@ -12,7 +12,7 @@ import torch
 from torchtitan_like.optim.balancing import ExpertBalancer
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.optim.optimizer import Optimizer, kept_bytes
-from torchtitan_like.optim.schedule import RegisteredSchedule, SavedSchedule, Schedule
+from torchtitan_like.optim.schedule import SavedSchedule, Schedule, UserSchedule
 
 if TYPE_CHECKING:
     from torchtitan_like.util.plan_file import ModuleBytes
@@ -30,7 +30,7 @@ class Optimization:
     """
 
     optimizer: Optimizer
-    schedule: Schedule | RegisteredSchedule
+    schedule: Schedule | UserSchedule
     ema: AveragedWeights | None
     balancer: ExpertBalancer | None
     after_update: Callable[[], None] | None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchtitan_like.extensions.optimizers import build_optimizer as build_registered
+from torchtitan_like.extensions.optimizers import build_optimizer as build_own
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.clipping import (
@@ -101,7 +101,7 @@ def _build(
     return [
         OPTIMIZERS[name](members, section, context)
         if name in OPTIMIZERS
-        else build_registered(name, [group.as_named() for group in members], context.settings)
+        else build_own(name, [group.as_named() for group in members], context.settings)
         for name, members in groups.items()
     ]
 

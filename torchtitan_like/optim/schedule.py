@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtitan_like.extensions.optimizers import ExtensionError
-from torchtitan_like.extensions.protocols import Settings
-from torchtitan_like.util import registry
+from torchtitan_like.extensions.names import ExtensionError, resolve_name
+from torchtitan_like.extensions.protocols import LearningRateSchedule, Settings
+from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import LRScheduler
@@ -70,10 +70,11 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class RegisteredSchedule:
-    """A schedule of user code, by its registered name. Its warmup is unknown."""
+class UserSchedule:
+    """A schedule of user code. Its warmup is unknown."""
 
     name: str
+    function: LearningRateSchedule
     horizon: int
     settings: Settings
 
@@ -85,11 +86,11 @@ class RegisteredSchedule:
 
     def factor(self, step: int) -> float:
         """Return the multiplier of step `step` >= 1. Raises ExtensionError for an invalid one."""
-        factor = registry.find("lr_schedule", self.name)(step, self.horizon, self.settings)
+        factor = self.function(step, self.horizon, self.settings)
         is_number = isinstance(factor, int | float) and not isinstance(factor, bool)
         if not is_number or not math.isfinite(factor) or factor < 0:
             raise ExtensionError(
-                f"the learning-rate schedule {self.name!r} returns {factor!r} for step {step:,} of "
+                f"the learning-rate schedule {self.name} returns {factor!r} for step {step:,} of "
                 f"{self.horizon:,}. Expected a finite number >= 0: correct it"
             )
         return float(factor)
@@ -97,7 +98,7 @@ class RegisteredSchedule:
 
 def build_schedule(
     section: LRScheduler, training_steps: int, settings: Settings
-) -> Schedule | RegisteredSchedule:
+) -> Schedule | UserSchedule:
     """Build the schedule of `[lr_scheduler]`. The default horizon is `training_steps`.
 
     settings: the config sections of user code.
@@ -106,8 +107,9 @@ def build_schedule(
     warns if that shortens the warmup or the decay.
     """
     horizon = section.total_steps or training_steps
-    if registry.is_registered("lr_schedule", section.name):
-        return RegisteredSchedule(section.name, horizon, settings)
+    if is_dotted(section.name):
+        function = resolve_name(section.name, "learning-rate schedule")
+        return UserSchedule(section.name, function, horizon, settings)
     warmup = min(section.warmup_steps, horizon)
     decay = horizon - warmup
     if section.decay_ratio is not None:
@@ -130,7 +132,7 @@ class SavedSchedule:
     peak_lr: the learning rate that the schedule multiplies.
     """
 
-    schedule: Schedule | RegisteredSchedule
+    schedule: Schedule | UserSchedule
     first_step: Callable[[], int]
     peak_lr: float
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import shlex
 import sys
 import traceback
@@ -21,6 +22,16 @@ def pip_install(*packages: str) -> str:
 def is_file_name(name: str) -> bool:
     """Return True if `name` is the path of a Python file, False if it is the name of a module."""
     return name.endswith(".py")
+
+
+def is_dotted(name: str) -> bool:
+    """Return True if a setting names user code, as "module:name"."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", name) is not None
+
+
+def package_of(name: str) -> str:
+    """Return the outermost package or module of `package.module` or `package.module:name`."""
+    return name.partition(":")[0].partition(".")[0]
 
 
 def import_named(name: str) -> ModuleType:

@@ -507,10 +507,11 @@ def test_a_custom_import_that_fails_is_reported(
 ) -> None:
     (tmp_path / "my_broken_model.py").write_text("raise RuntimeError('half written')")
     monkeypatch.syspath_prepend(tmp_path)
-    argv = "--optimizer.name Own --own.key 1 --experimental.custom_import my_broken_model".split()
+    argv = "--own.key 1 --experimental.custom_import my_broken_model".split()
+    argv += ["--optimizer.name", "my_broken_model:Own"]
     with pytest.raises(ConfigError) as error:
         load_checked(argv, 1, training=True)
-    (problem,) = error.value.problems  # the names that it would register are not reported
+    (problem,) = error.value.problems  # its section and optimizer are not reported
     assert problem.key == "experimental.custom_import"
     assert "RuntimeError: half written, at line 1 of" in problem.expected
 

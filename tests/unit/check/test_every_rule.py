@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.harness.extensions import extensions_removed
 from tests.unit.check.test_rules import (
     CONFIG,
     FLOAT8,
@@ -28,8 +27,6 @@ from torchtitan_like.config.base import Section
 from torchtitan_like.config.fields import all_settings, find
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_run import LIGHTHOUSE
-from torchtitan_like.extensions import register
-from torchtitan_like.util.registry import Kind
 
 
 class Example(NamedTuple):
@@ -50,6 +47,7 @@ class Example(NamedTuple):
     torch: tuple[int, int] = (2, 13)
 
 
+MINE = f"{__name__}:mine"
 HF_LAST = "checkpoint.last_save_in_hf=true"
 FULL_LAST = "checkpoint.last_save_model_only=false"
 SAVE = "checkpoint.enable=true"
@@ -297,11 +295,11 @@ EXAMPLES = [
             f"{DILOCO} fault_tolerance.module_fqns_per_model_fragment=tok_embeddings,layers.0",
             "lower num_fragments"),
     # Names of user code
-    Example("registered-early-step", "optimizer.name=mine early=true",
+    Example("own-optimizer-early-step", f"optimizer.name={MINE} early=true",
             "the gradients of all parameters"),
-    Example("registered-loss-compiled", "loss.name=mine compile=true impl=simple_fsdp",
+    Example("own-loss-compiled", f"loss.name={MINE} compile=true impl=simple_fsdp",
             "whose graph contains the loss"),
-    Example("processed-token-files", f"{TOKENS} data.sources.a.processor=mine",
+    Example("processed-token-files", f"{TOKENS} data.sources.a.processor={MINE}",
             "which has no records"),
     # Layouts, whose tests are in test_rules.py
     *(Example(case.rule, case.line, case.message, case.ranks) for case in ILLEGAL if case.rule),
@@ -326,13 +324,8 @@ def all_rules() -> Iterator[tuple[str, Rule[Any]]]:
 KEYS = {rule.name: (key, rule) for key, rule in all_rules()}
 
 
-@pytest.fixture(autouse=True)
-def _user_code() -> Iterator[None]:
-    kinds: tuple[Kind, ...] = ("optimizer", "loss", "sample_processor")
-    with extensions_removed():
-        for kind in kinds:
-            register(kind, "mine")(lambda *_: None)
-        yield
+def mine(*_: Any) -> None:
+    """Be an optimizer, a loss or a sample processor."""
 
 
 @pytest.fixture(autouse=True)

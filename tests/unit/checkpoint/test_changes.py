@@ -14,7 +14,7 @@ from torchtitan_like.checkpoint.changes import (
     warm_differences,
 )
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.config import JobConfig, dump_toml, load_config
 from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.layers import parse_toml
@@ -113,6 +113,12 @@ def test_other_changes_are_logged(line: str) -> None:
     assert str(check_changes(changes)).startswith(
         f"Changed since the checkpoint: {line.split()[0][2:]} "
     )
+
+
+def test_a_stored_name_of_another_version_is_compared() -> None:
+    stored = '[optimizer]\nname = "Sophia"'
+    (change,) = diff_settings(stored, JobConfig().model_dump(), {}, {}).refused
+    assert str(change) == 'optimizer.name "Sophia" -> "AdamW"'
 
 
 def test_the_average_may_start_or_end_but_not_change() -> None:

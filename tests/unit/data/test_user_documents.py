@@ -1,4 +1,4 @@
-"""Data sources and sample processors that user code registers."""
+"""Data sources and sample processors of user code."""
 
 from __future__ import annotations
 
@@ -11,23 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.harness.extensions import extensions_removed
+from tests.harness.extensions import forgotten
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import BadResult
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor
-from torchtitan_like.extensions import register
 
 RECORDS = [
     {"question": f"what is {i} ", "answer": "one " * (i % 7) + f"{i} said"} for i in range(60)
 ]
-
-
-@pytest.fixture(autouse=True)
-def _removed() -> Iterator[None]:
-    with extensions_removed():
-        yield
 
 
 def answers(record: Mapping[str, Any], settings: Mapping[str, Any]) -> list[tuple[str, bool]]:
@@ -60,13 +53,12 @@ def test_each_trained_token_is_a_label_once(
     packing: str,
     streaming: bool,
 ) -> None:
-    register("sample_processor", "answers")(answers)
     batches = build(
         write(tmp_path),
         data={"packing": packing},
         max_epochs=1,
         streaming=streaming,
-        processor="answers",
+        processor=f"{__name__}:answers",
     )
     labels: Counter[int] = Counter()
     num_valid = 0
@@ -83,10 +75,29 @@ def test_each_trained_token_is_a_label_once(
     assert labels == expected and num_valid == labels.total()
 
 
+def number(record: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
+    return 3
+
+
 def test_another_result_of_a_processor_is_refused() -> None:
-    register("sample_processor", "number")(lambda record, settings: 3)
     with pytest.raises(BadResult, match="returned 3, expected text or pairs"):
-        UserProcessor("number", {})({"text": ""})
+        UserProcessor(f"{__name__}:number", {})({"text": ""})
+
+
+def test_the_identity_of_a_processor_changes_with_the_file_that_defines_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The token cache belongs to the identity. The name may be of another file."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package = tmp_path / "own_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from own_package.code import answers")
+    identities = []
+    for text in ("", "", "text"):
+        (package / "code.py").write_text(f"def answers(record, settings): return {text!r}")
+        with forgotten("own_package", "own_package.code"):
+            identities.append(UserProcessor("own_package:answers", {}).identity)
+    assert identities[0] == identities[1] != identities[2]
 
 
 class Lines:
@@ -105,8 +116,7 @@ class Lines:
 
 
 def test_an_iterable_is_read_on_from_where_it_was_left() -> None:
-    register("data_source", "lines")(Lines)
-    documents = UserDocuments("lines", "", {})
+    documents = UserDocuments(f"{__name__}:Lines", "", {})
     assert list(documents.read(0, 3)) == ["line 0", "line 1", "line 2"]
     assert list(documents.read(3, 5)) == ["line 3", "line 4"]
     assert documents._source.num_read == 5

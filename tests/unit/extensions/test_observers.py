@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.extensions import extensions_removed
-from torchtitan_like.extensions import register
+from torchtitan_like.extensions.names import ExtensionError
 from torchtitan_like.extensions.observers import Observers
-from torchtitan_like.extensions.optimizers import ExtensionError
-
-
-@pytest.fixture(autouse=True)
-def _removed() -> Iterator[None]:
-    with extensions_removed():
-        yield
 
 
 class Recording:
@@ -46,11 +38,9 @@ class Failing(Recording):
 
 
 def test_a_failing_observer_is_dropped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    register("observer", "good")(Recording)
-    register("observer", "bad")(Failing)
     calls: list[Any] = []
     observers = Observers()
-    observers.build(["bad", "good"], tmp_path, {"calls": calls})
+    observers.build([f"{__name__}:Failing", f"{__name__}:Recording"], tmp_path, {"calls": calls})
     with caplog.at_level(logging.ERROR):
         observers.on_steps([{"step": 1}, {"step": 2}])
         observers.on_validation({"step": 2})
@@ -60,16 +50,20 @@ def test_a_failing_observer_is_dropped(tmp_path: Path, caplog: pytest.LogCapture
         ("Recording", "close"),
     ]  # fmt: skip
     (message,) = caplog.messages
-    assert "The observer 'bad' failed and receives no more rows: RuntimeError: no disk" in message
+    assert (
+        f"The observer {__name__}:Failing failed and receives no more rows: RuntimeError" in message
+    )
+
+
+def no_observer(run_folder: Path, settings: Mapping[str, Any]) -> None:
+    """Return no object with methods."""
 
 
 def test_an_observer_without_methods_is_refused(tmp_path: Path) -> None:
-    register("observer", "dict")(lambda run_folder, settings: {})
     with pytest.raises(ExtensionError, match="has no on_step, on_validation, close. Expected"):
-        Observers().build(["dict"], tmp_path, {})
+        Observers().build([f"{__name__}:no_observer"], tmp_path, {})
 
 
 def test_an_observer_that_cannot_be_built_is_refused(tmp_path: Path) -> None:
-    register("observer", "good")(Recording)
     with pytest.raises(ExtensionError, match="cannot be built: KeyError: 'calls', at line"):
-        Observers().build(["good"], tmp_path, {})
+        Observers().build([f"{__name__}:Recording"], tmp_path, {})

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.harness.extensions import extensions_removed
 from torchtitan_like.build import _token_loss
-from torchtitan_like.extensions import register
 from torchtitan_like.extensions.converters import convert
-from torchtitan_like.extensions.optimizers import ExtensionError, build_optimizer
-from torchtitan_like.optim.schedule import RegisteredSchedule
+from torchtitan_like.extensions.names import ExtensionError
+from torchtitan_like.extensions.optimizers import build_optimizer
+from torchtitan_like.optim.schedule import UserSchedule
 
 Groups = list[dict[str, Any]]
-
-
-@pytest.fixture(autouse=True)
-def _removed() -> Iterator[None]:
-    with extensions_removed():
-        yield
 
 
 def groups() -> Groups:
@@ -52,24 +44,23 @@ def with_number(groups: Groups, settings: Any) -> Any:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (number, "it is int, not a torch.optim.Optimizer"),
-        (without_keys, "has lost peak_lr, group"),
-        (without_parameters, "it has 1 parameters of the 2 given ones"),
-        (with_number, "its state 'n' is int, not a tensor"),
+        ("number", "it is int, not a torch.optim.Optimizer"),
+        ("without_keys", "has lost peak_lr, group"),
+        ("without_parameters", "it has 1 parameters of the 2 given ones"),
+        ("with_number", "its state 'n' is int, not a tensor"),
     ],
 )
-def test_an_optimizer_of_another_form_is_refused(build: Callable[..., Any], message: str) -> None:
-    register("optimizer", "own")(build)
+def test_an_optimizer_of_another_form_is_refused(build: str, message: str) -> None:
     with pytest.raises(ExtensionError, match=message):
-        build_optimizer("own", groups(), {})
+        build_optimizer(f"{__name__}:{build}", groups(), {})
+
+
+def late(groups: Groups, settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, momentum=0.9)
 
 
 def test_state_that_appears_in_a_step_is_refused() -> None:
-    @register("optimizer", "late")
-    def late(groups: Groups, settings: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(groups, momentum=0.9)
-
-    optimizer = build_optimizer("late", groups(), {})
+    optimizer = build_optimizer(f"{__name__}:late", groups(), {})
     for parameter in optimizer.param_groups[0]["params"]:
         parameter.grad = torch.ones(2)
     with pytest.raises(ExtensionError, match=r"adds the state momentum_buffer in a step"):
@@ -78,26 +69,25 @@ def test_state_that_appears_in_a_step_is_refused() -> None:
 
 @pytest.mark.parametrize("factor", [-1.0, float("nan"), True, None])
 def test_a_factor_that_is_no_finite_number_is_refused(factor: Any) -> None:
-    register("lr_schedule", "own")(lambda step, total_steps, settings: factor)
     with pytest.raises(ExtensionError, match=r"for step 3 of 1,000. Expected a finite number >= 0"):
-        RegisteredSchedule("own", 1000, {}).factor(3)
+        UserSchedule("own", lambda step, total_steps, settings: factor, 1000, {}).factor(3)
+
+
+def reduced(logits: Tensor, labels: Tensor, settings: Any) -> Tensor:
+    return logits.sum()
 
 
 def test_a_reduced_loss_is_refused() -> None:
-    @register("loss", "own")
-    def own(logits: Tensor, labels: Tensor, settings: Any) -> Tensor:
-        return logits.sum()
-
-    loss = _token_loss("own", {})
+    loss = _token_loss(f"{__name__}:reduced", {})
     assert loss is not None
     with pytest.raises(ExtensionError, match=r"returns \(\) for logits \(6, 4\).*do not reduce"):
         loss(torch.ones(6, 4), torch.zeros(6, dtype=torch.int64))
 
 
-def test_a_converter_that_changes_saved_tensors_is_refused() -> None:
-    @register("converter", "own")
-    def own(model: nn.Module, settings: Any) -> None:
-        model.weight = None
+def without_weight(model: nn.Module, settings: Any) -> None:
+    model.weight = None
 
+
+def test_a_converter_that_changes_saved_tensors_is_refused() -> None:
     with pytest.raises(ExtensionError, match=r"changes 1 saved tensors, such as weight"):
-        convert("own", nn.Linear(2, 2, bias=False), {})
+        convert(f"{__name__}:without_weight", nn.Linear(2, 2, bias=False), {})

@@ -13,8 +13,7 @@ from torchtitan_like.check.rules.keys import AC_MODE, COMPILE, IMPL
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_scale import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
-from torchtitan_like.util.modules import pip_install
-from torchtitan_like.util.registry import is_registered
+from torchtitan_like.util.modules import is_dotted, pip_install
 from torchtitan_like.util.suggestions import did_you_mean
 
 
@@ -105,10 +104,10 @@ def _lacks_cpp_compiler(run: RunContext) -> bool:
 
 COMPILE_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
-        "registered-loss-compiled",
+        "own-loss-compiled",
         "loss.name",
         lambda run: (
-            is_registered("loss", run.config.loss.name)
+            is_dotted(run.config.loss.name)
             and run.compiles_model
             and run.parallelism.data_parallel_impl == "simple_fsdp"
         ),
@@ -199,7 +198,7 @@ QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
         "unavailable-converter",
         "model.converters",
         lambda run: not UNAVAILABLE_CONVERTERS.isdisjoint(run.config.model.converters),
-        f'"{FLOAT8}" or registered converters: others are not available yet',
+        f'"{FLOAT8}" or your own converters: others are not available yet',
         "remove the others",
         severity="training_error",
     ),

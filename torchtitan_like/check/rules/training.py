@@ -192,10 +192,10 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         ("optimizer.name",),
     ),
     Rule(
-        "registered-early-step",
+        "own-optimizer-early-step",
         EARLY_STEP,
-        lambda run: run.config.optimizer.early_step_in_backward and run.has_registered_optimizer,
-        "false with a registered optimizer, which may need the gradients of all parameters",
+        lambda run: run.config.optimizer.early_step_in_backward and run.has_own_optimizer,
+        "false with your own optimizer, which may need the gradients of all parameters",
         "set it to false",
         ("optimizer.name",),
     ),

@@ -5,7 +5,7 @@ permuted in each epoch. Consecutive blocks with about `WINDOW_BYTES` of text for
 window is a token file, as for a small corpus: its documents are permuted, packed into
 samples, and the samples are permuted. The last sample of a window may be padded.
 
-Documents of a registered iterable are read in order: its blocks are not permuted.
+Documents of an iterable of user code are read in order: its blocks are not permuted.
 
 For text on the Hub, files are permuted instead of blocks. A file is downloaded when the first
 window with its text is made.

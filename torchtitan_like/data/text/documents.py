@@ -10,8 +10,8 @@ Formats (text is UTF-8):
   be compressed with gzip or zstd.
 - *parquet* and *arrow* (also a Hugging Face dataset saved to disk): a row is a document, and one
   column has the text.
-- the name of a registered data source: its documents are text, or records with the text in one
-  field.
+- the name of a data source of user code, "module:name": its documents are text, or records with
+  the text in one field.
 
 A record without valid text is a bad record, and so is the part of a compressed file after a damaged byte.
 It raises DataError with file and line (or row), or is skipped (`data.on_bad_record`). A file of
@@ -79,7 +79,7 @@ PIECES_VERSION = 2
 BLOCK_BYTES = 2 * 2**20
 # A table that is not downloaded yet is divided into parts of this many bytes, not into row groups.
 TABLE_BYTES = 16 * 2**20
-# Documents of a registered data source in a piece and in a block, and the estimate of their size.
+# Documents of a data source of user code in a piece and in a block, and the estimate of their size.
 PIECE_DOCUMENTS = 2048
 BLOCK_DOCUMENTS = 512
 DOCUMENT_BYTES = 4096
@@ -93,9 +93,9 @@ class Corpus:
 
     folder: the deepest folder that contains all files. files: absolute paths, as strings: a source
     may have millions, and a `Path` is ten times as slow.
-    format: a key of `ENDINGS`, or the name of a registered data source.
+    format: a key of `ENDINGS`, or the name of a data source of user code.
     listing: the files on the Hub, which are downloaded when they are read (`Blocks`).
-    documents: of a registered data source; `files` then has one name, which is no file.
+    documents: of a data source of user code; `files` then has one name, which is no file.
     processor: turns records into documents; None: `text_field` of a record is its text.
     """
 
@@ -132,7 +132,7 @@ class Corpus:
     def size_and_time(self, file: str) -> tuple[int, int]:
         """Return size in bytes and modification time in nanoseconds (0 for a file of the Hub).
 
-        The size of a registered data source is its number of documents.
+        The size of a data source of user code is its number of documents.
         """
         if self.documents is not None:
             return len(self.documents), 0
@@ -178,7 +178,7 @@ def user_corpus(
     settings: Mapping[str, Any],
     dump_folder: str,
 ) -> Corpus:
-    """Return the documents of the registered data source `name`.
+    """Return the documents of the data source `name` of user code.
 
     Its token cache is next to `path`, if that exists, else in the run's folder.
     """

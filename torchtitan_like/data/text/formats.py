@@ -46,7 +46,7 @@ class Span:
     """A range of a file.
 
     start, stop: bytes for text and jsonl (decompressed bytes for gzip), row groups for parquet,
-    record batches for arrow, documents for a registered data source. size: estimated bytes of text.
+    record batches for arrow, documents for a data source of user code. size: estimated bytes of text.
     """
 
     file: str

@@ -1,10 +1,11 @@
-"""Data sources and sample processors that user code registers (see `extensions.protocols`)."""
+"""Data sources and sample processors of user code (see `extensions.protocols`)."""
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -12,27 +13,28 @@ from pydantic import BaseModel
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import BadResult, Document
-from torchtitan_like.util import registry
+from torchtitan_like.extensions.names import resolve_name
 from torchtitan_like.util.modules import describe_line
 
 
 class UserProcessor:
-    """A registered sample processor.
+    """A sample processor of user code.
 
-    identity: changes with the file of the processor and with the config sections of user code, on
-        which its results depend.
+    identity: changes with the files that name and define the processor, and with the config
+        sections of user code, on which its results depend.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name = name
-        self._function = registry.find("sample_processor", name)
+        self._function = resolve_name(name, "sample processor")
         self._settings = settings
-        file = Path(registry.origin_of("sample_processor", name).rpartition(":")[0])
+        modules = dict.fromkeys((name.partition(":")[0], self._function.__module__))
+        code = [inspect.getsource(sys.modules[module]) for module in modules]
         values = {
             key: section.model_dump() if isinstance(section, BaseModel) else section
             for key, section in settings.items()
         }
-        content = [name, file.read_text(encoding="utf-8"), json.dumps(values, sort_keys=True)]
+        content = [name, *code, json.dumps(values, sort_keys=True)]
         self.identity = xxhash.xxh3_128_hexdigest("\0".join(content).encode())
 
     def __call__(self, record: Mapping[str, Any]) -> Document:
@@ -41,7 +43,7 @@ class UserProcessor:
             result = self._function(record, self._settings)
         except Exception as error:  # user code may raise anything
             raise BadResult(
-                f"the sample processor {self._name!r} raised {type(error).__name__}: {error}"
+                f"the sample processor {self._name} raised {type(error).__name__}: {error}"
                 f"{describe_line(error)}"
             ) from error
         is_text = isinstance(result, str)
@@ -51,12 +53,12 @@ class UserProcessor:
                 text.encode()
             except UnicodeEncodeError as error:
                 raise BadResult(
-                    f"the sample processor {self._name!r} returned half of a surrogate pair at "
+                    f"the sample processor {self._name} returned half of a surrogate pair at "
                     f"character {error.start + 1}"
                 ) from error
             return result if is_text else list(map(tuple, result))
         raise BadResult(
-            f"the sample processor {self._name!r} returned {result!r:.100}, expected text or pairs "
+            f"the sample processor {self._name} returned {result!r:.100}, expected text or pairs "
             "(text, is_trained)"
         )
 
@@ -67,17 +69,19 @@ def _is_part(value: Any) -> bool:
 
 
 class UserDocuments:
-    """The documents of a registered data source, by number.
+    """The documents of a data source of user code, by number.
 
     fingerprint: of the source. is_sequential: True for an iterable, which can only be read in order.
 
-    Raises DataError if the source does not follow the protocol, or if user code raises an error.
+    Raises ExtensionError if the source cannot be imported. Raises DataError if it does not follow
+    the protocol, or if its code raises an error.
     """
 
     def __init__(self, name: str, path: str, settings: Mapping[str, Any]) -> None:
         self._name = name
+        source = resolve_name(name, "data source")
         try:
-            self._source = registry.find("data_source", name)(path, settings)
+            self._source = source(path, settings)
         except Exception as error:  # user code may raise anything
             raise self._failed("cannot be opened", error) from error
         self.is_sequential = not hasattr(self._source, "__getitem__")
@@ -96,7 +100,7 @@ class UserDocuments:
         self._iterators: dict[int, Iterator[Any]] = {}
 
     def __str__(self) -> str:
-        return f"the data source {self._name!r} ({registry.origin_of('data_source', self._name)})"
+        return f"the data source {self._name}"
 
     def __len__(self) -> int:
         return self._length

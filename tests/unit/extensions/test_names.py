@@ -1,30 +1,28 @@
-"""Registrations, names and sections of user code, and the errors of each kind of extension."""
+"""Names and sections of user code, and the errors of each kind of extension."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.harness.extensions import extensions_removed
-from torchtitan_like.check import load_checked
+from tests.harness.extensions import forgotten
+from torchtitan_like.check import check_config, load_checked
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_config
 from torchtitan_like.config.document import settings_help
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.toml_text import dump_toml as dump
-from torchtitan_like.extensions.registering import PARAMETERS, SETTINGS, built_in_names
+from torchtitan_like.extensions.names import PARAMETERS
 from torchtitan_like.stored_config import load_trusted
-from torchtitan_like.util.registry import KINDS
 
 HEAD = """
 import torch
 from pydantic import BaseModel, field_validator
-from torch.nn import functional as F
-from torchtitan_like.extensions import Section, field, register
+from torchtitan_like.extensions import Section, field, register_section
 """
 OPTIMIZER = """
-@register("optimizer", "Own")
 class Own(torch.optim.Optimizer):
     def __init__(self, groups, settings):
         super().__init__(groups, {})
@@ -37,7 +35,7 @@ class Own(torch.optim.Optimizer):
         pass
 """
 SECTION = """
-@register("section", "own")
+@register_section("own")
 class OwnSection(BaseModel):
     rate: float = 0.5
     words: list[str] = []
@@ -56,19 +54,20 @@ STEPS = ["--training.steps", "1000"]
 
 
 @pytest.fixture(autouse=True)
-def _removed() -> Iterator[None]:
-    with extensions_removed():
+def _forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.syspath_prepend(tmp_path)
+    with forgotten("own", "own_module"):
         yield
 
 
 @pytest.fixture
 def load(tmp_path: Path) -> Callable[..., JobConfig]:
-    """Return a function that loads a configuration with a file of user code."""
+    """Return a function that loads a configuration with `own_module`, a module of user code."""
 
     def load_with(code: str, *arguments: str) -> JobConfig:
-        file = tmp_path / "own.py"
-        file.write_text(HEAD + code)
-        argv = [*STEPS, "--experimental.custom_import", str(file), *arguments]
+        (tmp_path / "own_module.py").write_text(HEAD + code)
+        imported = ["--experimental.custom_import", "own_module"] * ("register_section" in code)
+        argv = [*STEPS, *imported, *arguments]
         return load_checked(argv, 1, training=True, device_type="cpu")[0]
 
     return load_with
@@ -80,15 +79,15 @@ def problems_of(load: Callable[..., JobConfig], code: str, *arguments: str) -> l
     return [str(problem) for problem in error.value.problems]
 
 
-def test_the_tables_have_every_kind() -> None:
-    assert SETTINGS.keys() == PARAMETERS.keys() == set(KINDS) - {"section"}
-    assert all(isinstance(built_in_names(kind), tuple) for kind in KINDS)
+def test_each_kind_has_a_setting() -> None:
+    kinds = {setting.name_of.kind for setting in all_settings() if setting.name_of is not None}
+    assert kinds == PARAMETERS.keys()
 
 
-LOAD = "--optimizer.name Own".split()
-USE_SOURCE = "--data.sources.a.path x --data.sources.a.format own".split()
+LOAD = "--optimizer.name own_module:Own".split()
+USE_LOSS = "--loss.name own_module:own".split()
+USE_SOURCE = "--data.sources.a.path x --data.sources.a.format own_module:Own".split()
 SOURCE = """
-@register("data_source", "own")
 class Own:
     fingerprint = "1"
     def __init__(self, path, settings): pass
@@ -96,35 +95,41 @@ class Own:
     def __getitem__(self, index): {body}
 """
 LOSS = """
-@register("loss", "own")
 def own(logits, labels, settings): {body}
 """
 # Name -> code, arguments, and words of the only problem.
 BROKEN: dict[str, tuple[str, list[str], list[str]]] = {
-    "unknown name": (OPTIMIZER, ["--optimizer.name", "Ovn"],
-                     ["optimizer.name", '"Muon", "Own", or a registered optimizer', 'did you mean "Own"?']),
+    "no name": (OPTIMIZER, ["--optimizer.name", "Muom"],
+                ["optimizer.name", '"Muon", or your own optimizer as "module:name"', 'did you mean "Muon"?']),
+    "a file": (OPTIMIZER, ["--optimizer.name", "./own_module.py:Own"], ["optimizer.name", '"module:name"']),
+    "unknown name": (OPTIMIZER, ["--optimizer.name", "own_module:Ovn"],
+                     ["optimizer.name", "own_module has no Ovn", 'did you mean "own_module:Own"?']),
+    "unknown module": ("", ["--optimizer.name", "own_modul:Own"],
+                       ["No module named 'own_modul'", "the module to PYTHONPATH"]),
+    "module fails": ("raise KeyError('absent')", [*LOAD, *USE_LOSS, *USE_SOURCE],
+                     ["optimizer.name", "KeyError: 'absent', at line 5 of"]),
+    "function of another module": ("from shutil import rmtree as Own", USE_SOURCE,
+                                   ["data.sources.a.format", "is defined in shutil. Expected"]),
     "unknown section": (SECTION, ["--owm.rate", "1"], ["owm: expected a known section", 'did you mean "own"?']),
     "unknown key": (SECTION, ["--own.ratte", "1"], ["own.ratte = ", 'did you mean "own.rate"?']),
     "wrong type": (SECTION, ["--own.rate", "fast"], ["own.rate", "expected a number"]),
     "own validator": (SECTION, ["--own.rate", "13"], ["own.rate = 13.0", "13 is unlucky"]),
-    "raises at import": ("raise KeyError('absent')", [], ["own.py", "KeyError: 'absent', at line 6 of"]),
-    "unknown kind": ("register('optimiser', 'x')(len)", [],
-                     ["registers the kind 'optimiser'", 'did you mean "optimizer"?']),
-    "malformed name": ("register('section', 'My Section')(BaseModel)", [], ["'My Section'", "[a-z][a-z0-9_]*"]),
-    "built-in name": (OPTIMIZER.replace("Own", "AdamW"), [], ["'AdamW', which torchtitan_like has"]),
+    "raises at import": ("register_section('own')\nraise KeyError('absent')", LOAD,
+                         ["custom_import", "own_module", "KeyError: 'absent', at line 6 of"]),
+    "malformed name": ("register_section('My Section')(BaseModel)", [], ["'My Section'", "[a-z][a-z0-9_]*"]),
     "built-in section": (SECTION.replace('"own"', '"training"'), [], ["'training', which torchtitan_like has"]),
-    "duplicate": (OPTIMIZER + OPTIMIZER, [],
-                  ["two registrations of the optimizer 'Own'", "own.py:7 and", "own.py:19. Expected one"]),
-    "wrong signature": ("@register('loss', 'own')\ndef own(logits, labels): pass", [],
-                        ["the loss 'own'", "has the parameters (logits, labels)", "own(logits, labels, settings)"]),
-    "no function": ("register('loss', 'own')(3)", [], ["the loss 'own'", "is 3. Expected a function"]),
-    "no section class": ("register('section', 'own')(dict)", [], ["subclass of pydantic.BaseModel"]),
-    "section without default": ("@register('section', 'own')\nclass S(BaseModel):\n    x: int", [],
+    "duplicate": (SECTION + SECTION, [],
+                  ["two registrations of the config section 'own'", "own_module.py:6 and", "own_module.py:21. Expected one"]),
+    "wrong signature": ("def own(logits, labels): pass", USE_LOSS,
+                        ["the loss own_module:own", "own(logits, labels, settings)", "too many positional"]),
+    "no function": ("own = 3", USE_LOSS, ["the loss own_module:own is 3. Expected a function"]),
+    "no section class": ("register_section('own')(dict)", [], ["subclass of pydantic.BaseModel"]),
+    "section without default": ("@register_section('own')\nclass S(BaseModel):\n    x: int", [],
                                 ["own.x has no default"]),
-    "section with another type": ("@register('section', 'own')\nclass S(BaseModel):\n    x: set = set()", [],
+    "section with another type": ("@register_section('own')\nclass S(BaseModel):\n    x: set = set()", [],
                                   ["own.x is of type <class 'set'>"]),
     "source raises": (SOURCE.format(body="return ''").replace("pass", "{}[0]"), USE_SOURCE,
-                      ["data.sources.a.format", "cannot be opened: KeyError: 0, at line 10 of"]),
+                      ["data.sources.a.format", "cannot be opened: KeyError: 0, at line 8 of"]),
     "source without documents": (SOURCE.format(body="return ''").replace("5", "0"), USE_SOURCE,
                                  ["data.sources.a.format", "expected at least one document"]),
     "source without fingerprint": (SOURCE.format(body="return ''").replace("fingerprint", "print"), USE_SOURCE,
@@ -132,11 +137,11 @@ BROKEN: dict[str, tuple[str, list[str], list[str]]] = {
     "source without length": (SOURCE.format(body="return ''").replace("__len__", "size"), USE_SOURCE,
                               ["has no __len__"]),
     "compiled loss": (LOSS.format(body="return logits.sum(-1)"),
-                      ["--loss.name", "own", "--compile.enable", "--compile.backend", "aot_eager",
+                      [*USE_LOSS, "--compile.enable", "--compile.backend", "aot_eager",
                        "--parallelism.data_parallel_impl", "simple_fsdp"],
                       ["loss.name", "whose graph contains the loss"]),
     "early step": (OPTIMIZER, [*LOAD, "--optimizer.early_step_in_backward"],
-                   ["early_step_in_backward", "false with a registered optimizer"]),
+                   ["early_step_in_backward", "false with your own optimizer"]),
 }  # fmt: skip
 
 
@@ -151,6 +156,16 @@ def test_a_broken_extension_is_refused_before_training(
         assert word in problem, problem
 
 
+def test_a_check_needs_no_torch_for_code_that_imports_it(
+    load: Callable[..., JobConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(ConfigError, match="import of torch halted"):
+        load(OPTIMIZER, *LOAD)
+    (warning,) = check_config(load_config(LOAD), 1, training=False)
+    assert warning.severity == "warning" and "import of torch halted" in str(warning)
+
+
 def test_a_section_is_strict_and_part_of_all_settings(load: Callable[..., JobConfig]) -> None:
     config = load(SECTION, "--own.rate", "0.25", "--own.words", "a,b")
     assert config.extra_sections["own"].model_dump() == {
@@ -163,42 +178,33 @@ def test_a_section_is_strict_and_part_of_all_settings(load: Callable[..., JobCon
         load_config(["--own.extra", "1"])  # although the class allows it
 
 
-def test_a_registered_name_is_in_the_help(load: Callable[..., JobConfig]) -> None:
-    load(OPTIMIZER)
-    assert '"Muon", "Own", or a registered optimizer' in settings_help("optimizer.name")
-
-
 def test_a_stored_config_needs_the_module_of_the_command(
     load: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
     stored = tmp_path / "config.toml"
-    stored.write_text(dump(load(OPTIMIZER + SECTION, *LOAD)))
-    module = str(tmp_path / "own.py")
-    assert load_trusted(stored, module).optimizer.name == "Own"
-    with extensions_removed():
-        from torchtitan_like.util import registry
-
-        for table in registry._tables.values():
-            table.clear()
-        with pytest.raises(ConfigError) as error:
-            load_trusted(stored, "")
-    keys = [problem.key for problem in error.value.problems]
-    assert keys == ["optimizer.name", "own"]
-    remedy = f"if you trust it: --experimental.custom_import {module}"
+    with forgotten("own_module"):
+        stored.write_text(dump(load(OPTIMIZER + SECTION, *LOAD)))
+    with pytest.raises(ConfigError) as error:
+        load_trusted(stored, "")
+    keys = {problem.key for problem in error.value.problems}
+    assert keys == {"optimizer.name", "own"} and "own_module" not in sys.modules
+    remedy = "if you trust it: --experimental.custom_import own_module"
     assert all(remedy in str(problem) for problem in error.value.problems)
+    assert load_trusted(stored, "own_module").optimizer.name == "own_module:Own"
+    with pytest.raises(ConfigError, match="optimizer.name"):
+        load_trusted(stored, "json")
+    config = load_trusted(stored, "json", ["--optimizer.name", "elsewhere:Own"])
+    assert config.optimizer.name == "elsewhere:Own"  # the command's own name
 
 
 def test_settings_of_the_schedule_warn_if_another_ignores_them(
     load: Callable[..., JobConfig], tmp_path: Path
 ) -> None:
-    code = "@register('lr_schedule', 'own')\ndef own(step, total_steps, settings): return 1.0"
-    load(code)
-    argv = [*STEPS, "--lr_scheduler.name", "own", "--lr_scheduler.warmup_steps", "5000"]
-    argv += ["--experimental.custom_import", str(tmp_path / "own.py")]
+    load("def own(step, total_steps, settings): return 1.0")
+    argv = [*STEPS, "--lr_scheduler.name", "own_module:own", "--lr_scheduler.warmup_steps", "5000"]
     assert load_checked(argv, 1, training=True)[1] == []  # both are on the command line
     file = tmp_path / "base.toml"
-    file.write_text("[lr_scheduler]\nname = 'own'\n")
+    file.write_text("[lr_scheduler]\nname = 'own_module:own'\n")
     argv = [*STEPS, "--job.config_file", str(file), "--lr_scheduler.warmup_steps", "5000"]
-    argv += ["--experimental.custom_import", str(tmp_path / "own.py")]
     (warning,) = load_checked(argv, 1, training=True)[1]
     assert 'it needs lr_scheduler.name = "wsd"' in warning.expected
