@@ -129,9 +129,20 @@ def field(
 
 @dataclass(frozen=True)
 class Expected:
-    """Metadata of a type: a description of its valid values, for errors and documents."""
+    """Metadata of a type: its valid values, and a description of them for errors and documents."""
 
     description: str
+    is_valid: Callable[[Any], bool] = lambda value: True
+
+    def __get_pydantic_core_schema__(
+        self, source: type[Any], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._check, handler(source))
+
+    def _check(self, value: Any) -> Any:
+        if not self.is_valid(value):
+            raise ValueError(f"expected {self.description}")
+        return value
 
 
 @dataclass(frozen=True)
@@ -184,39 +195,15 @@ class Section(BaseModel):
         return self
 
 
-def _minus_one_or_positive(value: int) -> int:
-    if value != -1 and value < 1:
-        raise ValueError("expected -1 or an integer > 0")
-    return value
-
-
-def _not_one(value: int) -> int:
-    if value == 1:
-        raise ValueError("expected 0 or an integer >= 2")
-    return value
-
-
-def _steps(steps: list[int]) -> list[int]:
-    if min(steps, default=1) < 1:
-        raise ValueError("expected steps >= 1")
-    return steps
-
-
-def _step_ranges(ranges: list[list[int]]) -> list[list[int]]:
-    """Accept pairs [first, last] with 1 <= first <= last, in order of `first`."""
+def _are_step_ranges(ranges: list[list[int]]) -> bool:
     are_pairs = all(len(pair) == 2 and 1 <= pair[0] <= pair[1] for pair in ranges)
-    if not are_pairs or sorted(ranges, key=lambda pair: pair[0]) != ranges:
-        raise ValueError("expected pairs of steps in order")
-    return ranges
+    return are_pairs and sorted(ranges, key=lambda pair: pair[0]) == ranges
 
 
-def _step_weights(pairs: list[list[int | float]]) -> list[list[int | float]]:
-    """Accept pairs [step, weight] with steps >= 2 in order and weights >= 0."""
+def _are_step_weights(pairs: list[list[int | float]]) -> bool:
     are_pairs = all(len(pair) == 2 and isinstance(pair[0], int) and pair[1] >= 0 for pair in pairs)
     steps = [1, *(pair[0] for pair in pairs)] if are_pairs else []
-    if not are_pairs or steps != sorted(set(steps)):
-        raise ValueError("expected pairs of a step and a weight in order")
-    return pairs
+    return are_pairs and steps == sorted(set(steps))
 
 
 MOST_MINUTES = 100_000_000  # 190 years: the end of a run must be a valid date
@@ -236,21 +223,25 @@ def _minutes_or_auto(value: object) -> float | str:
 EXPAND_HOME = AfterValidator(os.path.expanduser)
 HomePath = Annotated[str, EXPAND_HOME]
 MinusOneOrPositive = Annotated[
-    int, AfterValidator(_minus_one_or_positive), Expected("-1 or an integer > 0")
+    int, Expected("-1 or an integer > 0", lambda value: value == -1 or value > 0)
 ]
-KeepCount = Annotated[int, Field(ge=0), AfterValidator(_not_one), Expected("0 or an integer >= 2")]
+KeepCount = Annotated[int, Expected("0 or an integer >= 2", lambda value: value == 0 or value >= 2)]
 BatchRamp = Annotated[list[int], Expected("a list [start, increment, samples]")]
-Steps = Annotated[list[int], AfterValidator(_steps), Expected("a list of steps >= 1")]
+Steps = Annotated[
+    list[int], Expected("a list of steps >= 1", lambda steps: min(steps, default=1) >= 1)
+]
 StepRanges = Annotated[
     list[list[int]],
-    AfterValidator(_step_ranges),
-    Expected("a list of pairs of steps, [[first, last], ...], 1 <= first <= last, in order"),
+    Expected(
+        "a list of pairs of steps, [[first, last], ...], 1 <= first <= last, in order",
+        _are_step_ranges,
+    ),
 ]
 StepWeights = Annotated[
     list[list[int | float]],
-    AfterValidator(_step_weights),
     Expected(
-        "a list of pairs, [[step, weight], ...], step >= 2, weight >= 0, in order of the steps"
+        "a list of pairs, [[step, weight], ...], step >= 2, weight >= 0, in order of the steps",
+        _are_step_weights,
     ),
 ]
 Minutes = Annotated[
