@@ -74,7 +74,7 @@ def _is_running(pid: int) -> bool:
 def begin_rank(argv: list[str]) -> CommandLine:
     """Prepare streams and signals of a rank, and remove exit.json of an earlier attempt.
 
-    Returns the command line. Its files are read here, and not again.
+    Returns the command line. Its files are read here, and not again; or the launcher has read them.
 
     Python's garbage collector is disabled until `GarbageCollection` configures it. During imports
     it would visit all modules repeatedly and free almost no memory.
@@ -90,9 +90,9 @@ def begin_rank(argv: list[str]) -> CommandLine:
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     die_with_launcher(signal.SIGKILL if is_under_torchrun else signal.SIGTERM)
     from torchtitan_like.config.arguments import wants_help
-    from torchtitan_like.config.loader import CommandLine
+    from torchtitan_like.config.handover import take_command_line
 
-    command_line = CommandLine(argv)
+    command_line = take_command_line(argv)
     if os.environ.get("RANK", "0") == "0" and not wants_help(argv):
         _clear_exit(command_line)
     return command_line

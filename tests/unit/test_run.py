@@ -42,35 +42,69 @@ def test_a_run_on_one_core_logs_a_warning(
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
 
 
-COUNT_WORK_OF_A_RANK = """
-import os, runpy, sys
+# Logs each parsed command line and each TOML file that is read, with the program that does it.
+COUNT = """
+import os, sys
+from importlib.machinery import PathFinder
 
-counts = open(sys.argv.pop(1), "wb", buffering=0)
+def log(work):
+    options = ("-u", "-m")
+    program = next(word for word in sys.orig_argv[1:] if word not in options)
+    with open(os.environ["COUNTS"], "a") as file:
+        file.write(f"{program} {work}\\n")
 
-def record(event, arguments):
+def log_reading(event, arguments):
     # An opener of `open` repeats the event without a mode.
-    if event == "open" and str(arguments[0]).endswith("mine.toml") and arguments[1]:
-        counts.write(b"read\\n")
+    if event == "open" and str(arguments[0]).endswith(".toml") and arguments[1] in ("r", "rb"):
+        log(os.path.basename(arguments[0]))
 
-sys.addaudithook(record)
-from torchtitan_like.config import loader
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name != "torchtitan_like.config.loader":
+            return None
+        spec = PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+        def execute_and_wrap(module):
+            execute(module)
+            parse = module.parse_arguments
+            module.parse_arguments = lambda argv: log("argv") or parse(argv)
+        spec.loader.exec_module = execute_and_wrap
+        return spec
 
-parse = loader.parse_arguments
-loader.parse_arguments = lambda argv: counts.write(b"parsed\\n") and parse(argv)
-runpy.run_module("torchtitan_like.train", run_name="__main__")
+sys.addaudithook(log_reading)
+sys.meta_path.insert(0, Finder())
 """
 
 
-def test_a_rank_parses_its_arguments_and_reads_its_file_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "reader"),
+    [
+        (["torchtitan_like", "train", "mine.toml", "--nproc", "2"], "torchtitan_like"),
+        (["torchtitan_like.train", "--job.config_file=mine.toml"], "torchtitan_like.train"),
+    ],
+    ids=["titan train", "a rank alone"],
+)
+def test_only_one_process_reads_the_configuration_and_only_once(
+    command: list[str], reader: str, tmp_path: Path, repo_root: Path
+) -> None:
+    """The launcher hands it to its ranks, which read no file and parse no argument."""
     (tmp_path / "mine.toml").write_text(
         'extends = "debug_model.toml"\n[training]\nsteps = 1\nlocal_batch_size = 1\n'
         "[validation]\nenable = false\n[checkpoint]\nenable = false\n"
     )
-    command = [sys.executable, "-c", COUNT_WORK_OF_A_RANK, "counts"]
-    command += ["--job.config_file", "mine.toml", "--job.dump_folder", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    (tmp_path / "sitecustomize.py").write_text(COUNT)
+    environ = os.environ | {
+        "COUNTS": str(tmp_path / "counts"),
+        "PYTHONPATH": f"{tmp_path}{os.pathsep}{repo_root}",
+    }
+    words = [sys.executable, "-m", *command, "--job.dump_folder", "run"]
+    done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert sorted((tmp_path / "counts").read_text().split()) == ["parsed", "read"]
+    assert sorted((tmp_path / "counts").read_text().splitlines()) == [
+        f"{reader} argv",
+        f"{reader} debug_model.toml",
+        f"{reader} mine.toml",
+    ]
 
 
 USE_THE_LIBRARY = """

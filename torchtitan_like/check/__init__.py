@@ -3,7 +3,24 @@
 No module of this package imports torch at its top level.
 """
 
-from torchtitan_like.check.checker import check_config, check_layout, load_checked, load_for_command
+from torchtitan_like.check.checker import (
+    check_config,
+    check_layout,
+    check_loaded,
+    in_command,
+    load_checked,
+    load_for_command,
+    load_with_files,
+)
 from torchtitan_like.check.context import DeviceType
 
-__all__ = ["DeviceType", "check_config", "check_layout", "load_checked", "load_for_command"]
+__all__ = [
+    "DeviceType",
+    "check_config",
+    "check_layout",
+    "check_loaded",
+    "in_command",
+    "load_checked",
+    "load_for_command",
+    "load_with_files",
+]

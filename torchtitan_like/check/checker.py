@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.check.context import DeviceType, RunContext, build_context
 from torchtitan_like.check.datasets import check_datasets
@@ -39,6 +39,17 @@ if TYPE_CHECKING:
     from torchtitan_like.models.spec import ModelSpec
 
 
+class Loaded(NamedTuple):
+    """A configuration that was read and whose files were checked.
+
+    problems: found so far. faulty: the keys of refused values, which have their defaults.
+    """
+
+    config: JobConfig
+    problems: list[Problem]
+    faulty: frozenset[str]
+
+
 def load_checked(
     argv: Sequence[str] | CommandLine,
     world_size: int | None,
@@ -55,58 +66,91 @@ def load_checked(
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
     """
-    command_line = CommandLine.of(argv)
-    problems = command_line.import_extensions()
+    loaded = load_with_files(CommandLine.of(argv), training=training)
+    device = device_type(loaded.config) if callable(device_type) else device_type
+    return check_loaded(loaded, world_size, training=training, device_type=device)
+
+
+def load_with_files(command_line: CommandLine, *, training: bool) -> Loaded:
+    """Import the user's extensions, load the configuration, and check the files that it names.
+
+    The files of a `CheckedCommandLine` are not read again. Raises ConfigError if there is no
+    configuration to check.
+    """
+    problems = list(command_line.import_extensions())
     # Names and sections of a module that cannot be imported are unknown.
     faulty = frozenset(problem.key for problem in problems)
     try:
         config = command_line.load()
         problems += config.notices
     except ConfigError as error:
-        problems += [
-            problem for problem in error.problems if not _reads_faulty_key(problem, faulty)
-        ]
-        if error.partial is None:
-            raise ConfigError(problems) from error
+        problems += _independent(error.problems, faulty)
+        if error.partial is None or command_line.is_checked:
+            raise ConfigError(problems, partial=error.partial, faulty=faulty) from error
         config = error.partial
         faulty |= error.faulty
+    if command_line.is_checked:
+        return Loaded(config, problems, faulty)
     try:
         config, warnings = read_sizes(config)
         problems += warnings
     except ConfigError as error:
         problems += error.problems
         faulty |= {"model.flavor"}  # its checks would report the same cause
-    device = device_type(config) if callable(device_type) else device_type
-    checked = check_config(config, world_size, training=training, device_type=device)
-    problems += [problem for problem in checked if not _reads_faulty_key(problem, faulty)]
-    problems = merge_no_effect(problems)
+    problems += _independent(check_files(config, training=training), faulty)
+    return Loaded(config, problems, faulty)
+
+
+def check_loaded(
+    loaded: Loaded,
+    world_size: int | None,
+    *,
+    training: bool,
+    device_type: DeviceType | None = None,
+) -> tuple[JobConfig, list[Problem]]:
+    """Check all that is no file. Returns the configuration and all warnings.
+
+    world_size, training, device_type: see `check_config`. Raises ConfigError with all problems.
+    """
+    config, _, faulty = loaded
+    found = check_settings(config, world_size, training=training, device_type=device_type)
+    problems = merge_no_effect([*loaded.problems, *_independent(found, faulty)])
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
     return config, problems
 
 
 def load_for_command(
-    argv: Sequence[str] | CommandLine,
+    argv: Sequence[str],
     world_size: int | None,
     *,
     training: bool,
     device_type: DeviceType | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
-    """Load and check as `load_checked` does, in a command that is no rank.
-
-    Like a rank, it finds the user's modules in the current folder. What they print goes to stderr.
-    """
-    with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+    """Load and check as `load_checked` does, in a command that is no rank: see `in_command`."""
+    with in_command():
         return load_checked(argv, world_size, training=training, device_type=device_type)
 
 
-def _reads_faulty_key(problem: Problem, faulty: frozenset[str]) -> bool:
-    """Return True if a problem depends on a setting whose value was refused.
+@contextmanager
+def in_command() -> Iterator[None]:
+    """Find the user's modules in the current folder, like a rank. What they print goes to stderr."""
+    with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
+        yield
 
-    Its check has read the default of the setting instead.
+
+def _independent(problems: Iterable[Problem], faulty: frozenset[str]) -> list[Problem]:
+    """Return the problems that do not depend on a setting whose value was refused.
+
+    The check of the others has read the default of the setting instead.
     """
-    keys = (problem.key, *problem.involves)
-    return any(key == bad or key.startswith(f"{bad}.") for key in keys for bad in faulty)
+
+    def is_faulty(key: str) -> bool:
+        return any(key == bad or key.startswith(f"{bad}.") for bad in faulty)
+
+    return [
+        problem for problem in problems if not any(map(is_faulty, (problem.key, *problem.involves)))
+    ]
 
 
 def check_config(
@@ -122,11 +166,32 @@ def check_config(
     training: missing files, and features that are not available yet, are errors; else warnings.
     device_type: None skips the checks that depend on the hardware.
     """
+    return [
+        *check_settings(config, world_size, training=training, device_type=device_type),
+        *check_files(config, training=training),
+    ]
+
+
+def check_settings(
+    config: JobConfig, world_size: int | None, *, training: bool, device_type: DeviceType | None
+) -> list[Problem]:
+    """Return the problems of the settings with the model, the number of ranks and the device."""
     spec, args, problems = check_model(config)
     run = build_context(config, world_size, spec, args, device_type)
     problems += _find_problems(run, training)
-    located = [config.locate(problem) for problem in problems]
-    return [*(_settle(problem, training) for problem in located), *find_idle_settings(config)]
+    return [*_settle(config, problems, training), *find_idle_settings(config)]
+
+
+def check_files(config: JobConfig, *, training: bool) -> list[Problem]:
+    """Return the problems of the files and folders that a configuration names on this machine."""
+    spec, args, _ = check_model(config)
+    problems = [
+        *check_tokenizer(build_context(config, None, spec, args)),
+        *check_datasets(config),
+        *check_folders(config),
+        *check_initial_checkpoint(config),
+    ]
+    return _settle(config, problems, training)
 
 
 # Sections whose settings differ between the layouts of one run.
@@ -164,7 +229,7 @@ def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any)
 
 
 def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
-    """Yield the problems of all checks."""
+    """Yield the problems of the checks that read no files."""
     if training:
         yield from check_torch(run)
     yield from check_degrees(run)
@@ -174,11 +239,7 @@ def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     yield from check_attention(run)
     yield from check_parameter_patterns(run)
     yield from check_nccl(run)
-    yield from check_tokenizer(run)
     yield from check_names(run.config)
-    yield from check_datasets(run.config)
-    yield from check_folders(run.config)
-    yield from check_initial_checkpoint(run.config)
 
 
 def check_names(config: JobConfig) -> Iterator[Problem]:
@@ -201,13 +262,17 @@ def check_names(config: JobConfig) -> Iterator[Problem]:
                 yield Problem(key, None, expected, error.remedy, "", severity, involves)
 
 
-def _settle(problem: Problem, training: bool) -> Problem:
-    """Turn a "training_error" into an error before training, else into a warning.
+def _settle(config: JobConfig, problems: Iterable[Problem], training: bool) -> list[Problem]:
+    """Add the values and origins of the settings, and decide about each "training_error".
 
-    A check may run on another machine than training.
+    It is an error before training, else a warning: a check may run on another machine.
     """
-    if problem.severity != "training_error":
-        return problem
-    if training:
-        return replace(problem, severity="error")
-    return replace(problem, severity="warning", expected=f"expected {problem.expected}")
+    settled = []
+    for problem in map(config.locate, problems):
+        if problem.severity == "training_error" and training:
+            problem = replace(problem, severity="error")
+        elif problem.severity == "training_error":
+            expected = f"expected {problem.expected}"
+            problem = replace(problem, severity="warning", expected=expected)
+        settled.append(problem)
+    return settled

@@ -44,8 +44,11 @@ CUSTOM_IMPORT_KEY = ".".join(CUSTOM_IMPORT)
 class CommandLine:
     """A command line and the TOML files that it names. Each is read and parsed once.
 
-    argv: `--job.config_file` and other settings.
+    argv: `--job.config_file` and other settings. is_checked: True if the launcher has read the
+    files, and checked all that they name.
     """
+
+    is_checked = False
 
     def __init__(self, argv: Sequence[str]) -> None:
         self.argv = list(argv)
@@ -82,9 +85,9 @@ class CommandLine:
         origin, name = chosen[-1] if chosen else ("", "")
         if not name:
             return []
-        problem = import_module(_absolute_code_file(CUSTOM_IMPORT, name, origin))
+        problem = import_module(_absolute_code_file(CUSTOM_IMPORT, name, origin), origin)
         self._loaded = None  # the module may have registered sections
-        return [] if problem is None else [replace(problem, origin=origin)]
+        return [] if problem is None else [problem]
 
     def load(self) -> JobConfig:
         """Return the configuration. Imports no user code: see `import_extensions`.
@@ -114,10 +117,10 @@ class CommandLine:
         return _in_folder_of_group(config)
 
 
-def import_module(name: str) -> Problem | None:
+def import_module(name: str, origin: str = "") -> Problem | None:
     """Import the user's module or .py file of that name. "" is no module.
 
-    Returns the problem of an import that fails.
+    origin: where the name was written. Returns the problem of an import that fails.
     """
     try:
         if name:
@@ -130,7 +133,7 @@ def import_module(name: str) -> Problem | None:
         remedy = "correct it"
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             remedy = "add the module's folder to PYTHONPATH"
-        return Problem(CUSTOM_IMPORT_KEY, name, expected, remedy)
+        return Problem(CUSTOM_IMPORT_KEY, name, expected, remedy, origin)
     return None
 
 

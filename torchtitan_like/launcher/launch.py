@@ -154,7 +154,8 @@ def _launch(
         show(f"{machine.host}: {', '.join(machine.gpu_list)}")
     plan = read_options(options, environ, machine)
     environ = child_environment(environ, plan, machine)
-    config = check_config(plan, machine, settings)
+    config, for_ranks = load_for_ranks(plan, machine, settings)
+    environ |= for_ranks
     folder = prepare_run_folder(config, plan.max_nodes)
     if plan.nccl_debug_to:
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
@@ -185,32 +186,36 @@ def _launcher_folder() -> Iterator[Path | None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_config(plan: Launch, machine: Machine, settings: Sequence[str]) -> JobConfig:
-    """Check the configuration for each number of machines, before any rank starts.
+def load_for_ranks(
+    plan: Launch, machine: Machine, settings: Sequence[str]
+) -> tuple[JobConfig, dict[str, str]]:
+    """Load the configuration, and check this machine's files and each number of machines.
 
-    Returns the configuration. Raises LaunchError with all problems and the code BAD_CONFIG.
+    Returns the configuration, and the variables that hand it to the ranks. Raises LaunchError with
+    all problems and the code BAD_CONFIG.
     """
-    from torchtitan_like.check import load_for_command
-    from torchtitan_like.config import ConfigError
+    from torchtitan_like.check import check_loaded, in_command, load_with_files
+    from torchtitan_like.config import ConfigError, handover
     from torchtitan_like.config.loader import CommandLine
     from torchtitan_like.config.problems import report
 
-    command_line = CommandLine(settings)
     shown = None
-    for nodes in range(plan.min_nodes, plan.max_nodes + 1):
-        try:
-            config, warnings = load_for_command(
-                command_line,
-                plan.num_ranks * nodes,
-                training=True,
-                device_type=None if machine.num_gpus else "cpu",
-            )
-        except ConfigError as error:
-            raise LaunchError(str(error)) from error
-        if warnings and report(warnings) != shown:
-            shown = report(warnings)
-            show_error(shown)
-    return config
+    try:
+        with in_command():
+            loaded = load_with_files(CommandLine(settings), training=True)
+            for nodes in range(plan.min_nodes, plan.max_nodes + 1):
+                config, warnings = check_loaded(
+                    loaded,
+                    plan.num_ranks * nodes,
+                    training=True,
+                    device_type=None if machine.num_gpus else "cpu",
+                )
+                if warnings and report(warnings) != shown:
+                    shown = report(warnings)
+                    show_error(shown)
+    except ConfigError as error:
+        raise LaunchError(str(error)) from error
+    return config, handover.encode(config, loaded.problems)
 
 
 def shell_code(code: int) -> int:

@@ -1,0 +1,94 @@
+"""Hand a checked configuration from the launcher to its ranks, in an environment variable.
+
+Only processes of the same user can read it, and a killed launcher leaves no file.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import zlib
+from collections.abc import Iterable
+from dataclasses import asdict
+
+from pydantic import ValidationError
+
+from torchtitan_like.config.loader import (
+    CUSTOM_IMPORT_KEY,
+    CommandLine,
+    import_module,
+)
+from torchtitan_like.config.problems import ConfigError, Problem
+from torchtitan_like.config.schema import JobConfig, job_config
+
+VARIABLE = "TORCHTITAN_LIKE_CONFIG"
+MAX_LENGTH = 120_000  # Linux refuses a variable of 131,072 bytes
+
+
+def encode(config: JobConfig, warnings: Iterable[Problem]) -> dict[str, str]:
+    """Return `VARIABLE` with its value: every setting with its origin, and the warnings.
+
+    The value is "" if it would be too long, which takes thousands of datasets. Then each rank reads
+    the files itself.
+    """
+    content = {
+        "settings": config.model_dump(mode="json"),
+        "origins": config._origins,
+        "layers": config._layers,
+        "warnings": [asdict(warning) for warning in warnings],
+    }
+    packed = zlib.compress(json.dumps(content, default=str).encode())
+    text = base64.b64encode(packed).decode()
+    return {VARIABLE: text if len(text) <= MAX_LENGTH else ""}
+
+
+def take_command_line(argv: list[str]) -> CommandLine:
+    """Return the command line of this rank, with what its launcher has handed over.
+
+    Removes `VARIABLE`, which must not reach programs that the rank starts.
+    """
+    text = os.environ.pop(VARIABLE, "")
+    return CheckedCommandLine(argv, text) if text else CommandLine(argv)
+
+
+class CheckedCommandLine(CommandLine):
+    """A command line that the launcher has parsed, with the files that it has read and checked.
+
+    text: see `encode`.
+    """
+
+    is_checked = True
+
+    def __init__(self, argv: list[str], text: str) -> None:
+        super().__init__([])
+        self.argv = argv
+        content = json.loads(zlib.decompress(base64.b64decode(text)))
+        self._settings = content["settings"]
+        self._origins = content["origins"]
+        self._layers = tuple(content["layers"])
+        self._warnings = tuple(
+            Problem(**{**warning, "involves": tuple(warning["involves"])})
+            for warning in content["warnings"]
+        )
+
+    def _import_extensions(self) -> list[Problem]:
+        name = self._settings["experimental"]["custom_import"]
+        problem = import_module(name, self._origins.get(CUSTOM_IMPORT_KEY, "default"))
+        self._loaded = None
+        return [] if problem is None else [problem]
+
+    def _load(self) -> JobConfig:
+        """Raises ConfigError, with only [job] and [checkpoint], before the user's names exist."""
+        try:
+            config = job_config().model_validate_json(json.dumps(self._settings))
+        except ValidationError as error:
+            known = {name: self._settings[name] for name in ("job", "checkpoint")}
+            partial = JobConfig.model_validate_json(json.dumps(known))
+            expected = "a module that registers the names and sections of this configuration"
+            problem = Problem(CUSTOM_IMPORT_KEY, None, expected, involves=(CUSTOM_IMPORT_KEY,))
+            raise ConfigError([problem], partial=partial) from error
+        config._origins = self._origins
+        config._layers = self._layers
+        config._notices = self._warnings
+        return config
