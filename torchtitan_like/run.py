@@ -17,18 +17,16 @@ from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.check import DeviceType, load_checked
 from torchtitan_like.check.host_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
-from torchtitan_like.checkpoint.errors import CheckpointError, SettingsError
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig, dump_toml
 from torchtitan_like.config.agreement import check_agreement
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.workers import describe_core_shortage
-from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
+from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.mesh_picture import picture
-from torchtitan_like.distributed.quorum import ReplicaGroupError
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.monitor.errors import record_error
@@ -37,11 +35,9 @@ from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.resilience.agreement import EXIT_CODES, Requests, Stopped, Switches
 from torchtitan_like.resilience.heartbeat import RankPosition, kill_hung_peers
-from torchtitan_like.resilience.nonfinite import NonFiniteStateError
-from torchtitan_like.resilience.replicas import ReplicaError
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import StorageError, WriteFailures
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.output import show_error
@@ -55,20 +51,6 @@ from torchtitan_like.util.run_directory import (
     write_exit_for_launcher,
 )
 from torchtitan_like.util.units import GIB
-
-# Exit codes of the errors that all ranks raise together. The first matching class is used.
-CODES: dict[type[Exception], ExitCode] = {
-    SettingsError: ExitCode.BAD_CONFIG,
-    ConfigError: ExitCode.BAD_CONFIG,
-    CheckpointError: ExitCode.STORAGE,
-    CacheWriteError: ExitCode.STORAGE,
-    WorkerKilled: ExitCode.REQUEUE,
-    DataError: ExitCode.BAD_DATA,
-    NonFiniteStateError: ExitCode.BAD_NUMBERS,
-    ReplicaGroupError: ExitCode.LOST_PEER,
-    ReplicaError: ExitCode.BAD_NUMBERS,
-    StorageError: ExitCode.STORAGE,
-}
 
 
 def main(
@@ -117,7 +99,7 @@ def main(
 def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run one training job from start to end.
 
-    Maps the errors of `CODES` to exit codes. Any other exception is a crash.
+    Maps each `RunFailure` to its exit code. Any other exception is a crash.
     """
     config = run.config
     logger.info(f"Starting job: {config.job.description}")
@@ -146,8 +128,8 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
                 code = trainer.train()
         except LockedError:
             raise
-        except tuple(CODES) as problem:
-            code = next(code for kind, code in CODES.items() if isinstance(problem, kind))
+        except RunFailure as problem:
+            code = problem.exit_code
             logger.error(str(problem))
             folder = position.attempt_folder
             if isinstance(problem, DataError) and folder is not None:  # perhaps only on this rank

@@ -39,7 +39,7 @@ from torchtitan_like.util.exit_codes import (
     CRASH,
     KILLED,
     LAUNCHER_SIGNALS,
-    ExitCode,
+    early_code,
     signal_for_ranks,
 )
 from torchtitan_like.util.output import show_error
@@ -47,16 +47,6 @@ from torchtitan_like.util.output import show_error
 # All ranks end together. A launcher that got a signal ends without a word to the others, which would
 # hold their GPUs until this time is over.
 EXIT_BARRIER_S = 30.0
-# Exit codes of ranks before the first step, most important first. The launcher stops the other
-# ranks with SIGTERM, and they return REQUEUE.
-EARLY_CODES = (ExitCode.BAD_CONFIG, ExitCode.STORAGE, ExitCode.INTERRUPTED, ExitCode.REQUEUE)
-
-
-def early_code(codes: set[int]) -> ExitCode | None:
-    """Return the common code of ranks that ended with ``codes``; None if a rank has crashed."""
-    if not codes <= set(EARLY_CODES):
-        return None
-    return next(code for code in EARLY_CODES if code in codes)
 
 
 def stop_once(signum: int, _frame: FrameType | None) -> None:

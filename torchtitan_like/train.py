@@ -106,7 +106,7 @@ class Trainer:
     def __init__(self, run: RankRun) -> None:
         """Build all parts, and load the first undamaged start of `run.origin`.
 
-        A collective. Raises the errors of `run.CODES` on every rank.
+        A collective. Raises each `RunFailure` on every rank.
         """
         config = run.config
         self.run, self.config = run, config

@@ -32,7 +32,7 @@ from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import CODES, read_run, run_job
+from torchtitan_like.run import read_run, run_job
 from torchtitan_like.util.exit_codes import ExitCode
 
 ASSETS = Path(__file__).parents[1] / "assets" / "tokenizer"
@@ -125,10 +125,7 @@ def test_killed_worker_ends_all_ranks(corpus: Path, tmp_path: Path) -> None:
     assert sum(any("tokenizing" in line for line in lines) for _, _, lines in results) == 1, (
         "no other rank may continue the build"
     )
-    assert (
-        next(code for kind, code in CODES.items() if issubclass(WorkerKilled, kind))
-        is ExitCode.REQUEUE
-    )
+    assert WorkerKilled.exit_code is ExitCode.REQUEUE
     resumed = run_ranks(build_batches, RANKS, corpus, tmp_path / "run")
     assert {error for error, _, _ in resumed} == {""}
     assert any("continuing after" in line for _, _, lines in resumed for line in lines)
@@ -173,13 +170,7 @@ def test_full_disk_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> No
     }
     assert "No space left on device. The finished part is kept: free space" in results[0][1]
     assert {error for error, _, _ in run_ranks(build_batches, 2, corpus, tmp_path / "run")} == {""}
-
-
-def test_full_disk_has_the_exit_code_of_storage() -> None:
-    assert (
-        next(code for kind, code in CODES.items() if issubclass(CacheWriteError, kind))
-        is ExitCode.STORAGE
-    )
+    assert CacheWriteError.exit_code is ExitCode.STORAGE
 
 
 # Actions that each rank performs without a build.

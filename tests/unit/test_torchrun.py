@@ -12,11 +12,10 @@ from torch.distributed.launcher import api as launcher_api
 from torchtitan_like.process_start import LAUNCHER
 from torchtitan_like.torchrun import (
     EXIT_BARRIER_S,
-    LAUNCHER_SIGNALS,
-    early_code,
     main,
     set_rendezvous,
 )
+from torchtitan_like.util.exit_codes import LAUNCHER_SIGNALS, early_code
 
 
 @pytest.mark.parametrize(

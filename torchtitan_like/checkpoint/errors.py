@@ -1,12 +1,18 @@
 """Errors of checkpoints, one class for each case that callers handle differently."""
 
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 
-class CheckpointError(Exception):
+
+class CheckpointError(RunFailure):
     """A checkpoint cannot be saved or loaded. The message names it, the cause, and the remedy."""
+
+    exit_code = ExitCode.STORAGE
 
 
 class SettingsError(CheckpointError):
     """The settings contradict the checkpoint or each other, so another start fails, too."""
+
+    exit_code = ExitCode.BAD_CONFIG
 
 
 class ChangedError(SettingsError):

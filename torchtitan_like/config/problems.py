@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from torchtitan_like.util.credentials import mask_text
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 
 # "training_error": an error before training, and a warning in a check on any machine.
 Severity = Literal["error", "warning", "training_error"]
@@ -99,12 +100,14 @@ def broken_rules(rules: Iterable[Rule[Subject]], subject: Subject) -> list[Rule[
     return [rule for rule in rules if rule.when(subject)]
 
 
-class ConfigError(Exception):
+class ConfigError(RunFailure):
     """Every problem of one configuration.
 
     partial: the `JobConfig` with the default of each faulty value, or None. Later checks use it
     to report their problems at the same time. faulty: the dotted keys of the faulty values.
     """
+
+    exit_code = ExitCode.BAD_CONFIG
 
     def __init__(
         self,

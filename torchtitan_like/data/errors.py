@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 
-class DataError(Exception):
+
+class DataError(RunFailure):
     """The data or their configuration is invalid. The message has location, expectation, remedy."""
+
+    exit_code = ExitCode.BAD_DATA
 
 
 class WorkerKilled(DataError):
     """A tokenizing process was killed, usually because memory ran low. A new start continues."""
+
+    exit_code = ExitCode.REQUEUE
 
 
 class ReadInterrupted(Exception):
@@ -17,6 +23,8 @@ class ReadInterrupted(Exception):
 
 class CacheWriteError(DataError):
     """A file of the token cache could not be written, usually because the disk is full."""
+
+    exit_code = ExitCode.STORAGE
 
 
 class TokenizerError(DataError):

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.store import host_store
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 
 logger = logging.getLogger()
 
@@ -40,8 +41,10 @@ CONNECT_TIMEOUT = timedelta(seconds=10)
 BUCKET_BYTES = 1 << 26  # of one all-reduce between groups
 
 
-class ReplicaGroupError(Exception):
+class ReplicaGroupError(RunFailure):
     """This group cannot train with the others. Raised on all ranks of the group."""
+
+    exit_code = ExitCode.LOST_PEER
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import torch
 
 from torchtitan_like.resilience.spikes import SpikeWindow
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:
@@ -27,11 +28,13 @@ HIGH_NORM = 20.0  # a gradient norm that is this many times the median runs its 
 FEWEST_NORMS = 20  # of which a median is taken
 
 
-class NonFiniteStateError(Exception):
+class NonFiniteStateError(RunFailure):
     """The state to save holds an inf or nan, so no run can resume from it.
 
     names: of its tensors. path: of the state, which is saved for study.
     """
+
+    exit_code = ExitCode.BAD_NUMBERS
 
     def __init__(self, step: int, names: Sequence[str], path: str | None) -> None:
         super().__init__(

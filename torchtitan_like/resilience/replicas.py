@@ -8,14 +8,17 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from torchtitan_like.distributed.world import World
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.shards import local_shard
 
 BLOCK = 1 << 22  # elements hashed at a time; temporary tensors take 64 MiB
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class ReplicaError(Exception):
+class ReplicaError(RunFailure):
     """The weights of replicas differ. The step at which they diverged is not known."""
+
+    exit_code = ExitCode.BAD_NUMBERS
 
 
 class Replicas:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 from enum import IntEnum
+from typing import ClassVar
 
 KILLED = 128 + 9  # a shell's code of a process that SIGKILL has ended; the system kills so, too
 CRASH = 1  # any error that the ranks did not agree on; without an exit.json
@@ -31,6 +32,12 @@ class ExitCode(IntEnum):
         return self.name.lower()
 
 
+class RunFailure(Exception):
+    """An error that ends a run with an exit code of its own. Any other error is a crash."""
+
+    exit_code: ClassVar[ExitCode]
+
+
 # Signals that end a run, with the code of a process that they end before the first step.
 SIGNAL_CODES = {
     signal.SIGINT: ExitCode.INTERRUPTED,
@@ -47,6 +54,18 @@ LAUNCHER_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def signal_for_ranks(signum: int) -> signal.Signals:
     """Return the signal that a launcher sends to its ranks when it has received `signum`."""
     return signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM
+
+
+# Codes of ranks that end before the first step, most important first. The launcher stops the other
+# ranks with SIGTERM, and they return REQUEUE.
+_EARLY_CODES = (ExitCode.BAD_CONFIG, ExitCode.STORAGE, ExitCode.INTERRUPTED, ExitCode.REQUEUE)
+
+
+def early_code(codes: set[int]) -> ExitCode | None:
+    """Return the common code of ranks that ended with `codes`; None if a rank has crashed."""
+    if not codes <= set(_EARLY_CODES):
+        return None
+    return next(code for code in _EARLY_CODES if code in codes)
 
 
 # Ends after which the same command may succeed. All others need a person, or nothing.

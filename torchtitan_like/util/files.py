@@ -19,11 +19,15 @@ from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
+
 logger = logging.getLogger()
 
 
-class StorageError(Exception):
+class StorageError(RunFailure):
     """A file that the run requires could not be written. All ranks raise it together."""
+
+    exit_code = ExitCode.STORAGE
 
 
 @contextmanager
