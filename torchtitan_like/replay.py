@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from torchtitan_like.checkpoint.step_folders import read_manifest
-from torchtitan_like.config import JobConfig, dump_toml
-from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, CommandLine
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.monitor.log import logger
@@ -34,7 +33,6 @@ from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
 from torchtitan_like.util.reading import read_file
-from torchtitan_like.util.run_directory import CONFIG
 from torchtitan_like.util.shards import local_shard
 
 # Settings that override the run's: a replay is one process and writes no results.
@@ -167,12 +165,10 @@ def resolve_replay(bundle: Bundle, run: Path, folder: Path, settings: Sequence[s
         )
     experimental = config.experimental.model_copy(update={"custom_import": ""})
     names = DEFAULTS if bundle["checkpoint"]["is_start"] else (*DEFAULTS, "checkpoint")
-    defaults = {name: getattr(JobConfig(), name) for name in names}
-    config = config.model_copy(update={**defaults, "experimental": experimental})
-    (folder / CONFIG).write_text(dump_toml(config), encoding="utf-8")
+    config = config.with_defaults(names).model_copy(update={"experimental": experimental})
     is_path_given = any(PATH_KEY in setting for setting in settings)
     start = _start_settings(bundle["checkpoint"], run, is_path_given)
-    argv = ["--job.config_file", str(folder / CONFIG), *SETTINGS, *start]
+    argv = [*SETTINGS, *start]
     argv += [f"--job.dump_folder={folder}", f"--debug.seed={bundle['seed']}"]
     argv += [f"--training.global_batch_size={bundle['global_batch_size']}"]
     if config.optimizer.early_step_in_backward:  # it frees gradients before they can be inspected
@@ -184,7 +180,7 @@ def resolve_replay(bundle: Bundle, run: Path, folder: Path, settings: Sequence[s
     _link_tokens(Path(config.data.cache_folder or run / "token_cache"), folder / "token_cache")
     # A module that only the command names, for the run's names of code, is no change of the run.
     imported = [] if module else [f"--{CUSTOM_IMPORT_KEY}="]
-    return read_run([*argv, *settings, *imported], 1)
+    return read_run(CommandLine([*argv, *settings, *imported], base=config), 1)
 
 
 def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) -> list[str]:

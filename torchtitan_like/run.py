@@ -96,6 +96,30 @@ def main(
     return 0 if is_under_torchrun else int(code)
 
 
+def read_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
+    """Load, check and resolve the configuration. Raises ConfigError with all problems."""
+    config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
+    for warning in warnings:
+        logger.warning(str(warning))
+    run = resolve(config, world_size)
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    num_shards = world_size // config.parallelism.data_parallel_replicate_degree
+    if need := host_memory_need(config, run.spec.num_params(run.args), num_shards, num_ranks):
+        free = host_memory().available
+        logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
+    num_workers = config.training.dataloader.num_workers
+    if shortage := describe_core_shortage(num_workers, num_ranks, num_cores()):
+        logger.warning(shortage)
+    return run
+
+
+def look_for_device(config: JobConfig) -> DeviceType:
+    """Return the type of device to train on. The CUDA driver reads its environment once, now."""
+    if config.debug.launch_blocking:
+        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPosition) -> ExitCode:
     """Run one training job from start to end.
 
@@ -156,6 +180,43 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
     return code
 
 
+def build_world(run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:
+    """Create process groups and meshes. Raises ConfigError if the settings of ranks differ.
+
+    group: see `join_world`.
+    """
+    config, dims = run.config, run.dims
+    for line in set_determinism(config.debug):  # NCCL reads its environment with the first group
+        logger.info(line)
+    set_up_recorder(config.comm, Path(config.job.dump_folder))
+    seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
+    world = join_world(
+        launched,
+        dims,
+        *(timedelta(seconds=s) for s in seconds),
+        needs_mesh=(
+            config.training.enable_cpu_offload or config.activation_checkpoint.mode == "offload"
+        ),
+        agree=partial(check_agreement, config),
+        group=group,
+    )
+    if world.size > 1:
+        for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
+            logger.info(line)
+    return world
+
+
+def is_killed(config: JobConfig, world: World) -> bool:
+    """Return True if the kill switch exists. Rank 0 checks it for all ranks."""
+    switch = Switches(Path(config.job.dump_folder), config.resilience).kill
+    exists: bool = world.step_group.broadcast_object(world.rank == 0 and switch.exists())
+    if exists:
+        logger.warning(
+            f"Not starting: the kill switch {switch} exists. Remove it to allow runs again"
+        )
+    return exists
+
+
 def trainer_of(config: JobConfig) -> type[Trainer]:
     """Return the class of the run's trainer."""
     if not config.fault_tolerance.enable:
@@ -180,31 +241,55 @@ def log_memory_plan(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     return write_end(config.job.dump_folder, ExitCode.DONE, None, WriteFailures())
 
 
-# ---- before the run
+def write_end(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
+    """Write exit.json and return the code in it.
+
+    A finished run that could not write all of its files gets the code STORAGE.
+    """
+    # The second pass covers a failed write of exit.json.
+    for _ in range(2):
+        if code is ExitCode.DONE and failures.stop_is_due():
+            code = ExitCode.STORAGE
+        with failures.recording(Path(folder) / EXIT):
+            write_exit(Path(folder), RunEnd(code.reason, int(code), step))
+            return code
+    write_exit_for_launcher(RunEnd(code.reason, int(code), step))
+    return code
 
 
-def read_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
-    """Load, check and resolve the configuration. Raises ConfigError with all problems."""
-    config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
-    for warning in warnings:
-        logger.warning(str(warning))
-    run = resolve(config, world_size)
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    num_shards = world_size // config.parallelism.data_parallel_replicate_degree
-    if need := host_memory_need(config, run.spec.num_params(run.args), num_shards, num_ranks):
-        free = host_memory().available
-        logger.info(f"CPU offload needs {need}; {free / GIB:.2f} GiB are available on this node")
-    num_workers = config.training.dataloader.num_workers
-    if shortage := describe_core_shortage(num_workers, num_ranks, num_cores()):
-        logger.warning(shortage)
-    return run
+def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
+    """Print the problems of the configuration, and record them.
+
+    Each rank records its own error: a rank may detect GPUs and files that the launcher cannot.
+    """
+    if launched.rank == 0:
+        show_error(str(error))
+    if launched.world_size > 1 and error.partial is not None:
+        attempt = attempt_folder(Path(error.partial.job.dump_folder), 0)
+        record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
 
 
-def look_for_device(config: JobConfig) -> DeviceType:
-    """Return the type of device to train on. The CUDA driver reads its environment once, now."""
-    if config.debug.launch_blocking:
-        os.environ["CUDA_LAUNCH_BLOCKING"] = "1"
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _report_crash(
+    error: Exception, dump_folder: Path, launched: LaunchedAs, position: RankPosition
+) -> None:
+    """Print and record the error that ends this rank, in attempts/0 if there is no attempt."""
+    folder = position.attempt_folder
+    current = position.current
+    record = record_error(
+        folder or attempt_folder(dump_folder, 0), launched.rank, current.phase, current.step, error
+    )
+    show_error(describe_error(record))
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        # torchrun prints the message of one failed rank: each rank returns the first error of all.
+        first = (read_first_error(folder) if folder is not None else None) or record
+        message = {"py_callstack": describe_error(first), "timestamp": str(int(first["time"]))}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"extraInfo": message}}), encoding="utf-8")
+    if folder is not None:
+        kill_hung_peers(folder, position.stall_seconds, launched.rank, launched.world_size)
+
+
+# ---- runs in a script or notebook
 
 
 @contextmanager
@@ -271,91 +356,3 @@ def _setting_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def build_world(run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None = None) -> World:
-    """Create process groups and meshes. Raises ConfigError if the settings of ranks differ.
-
-    group: see `join_world`.
-    """
-    config, dims = run.config, run.dims
-    for line in set_determinism(config.debug):  # NCCL reads its environment with the first group
-        logger.info(line)
-    set_up_recorder(config.comm, Path(config.job.dump_folder))
-    seconds = config.comm.init_timeout_seconds, config.comm.checkpoint_timeout_seconds
-    world = join_world(
-        launched,
-        dims,
-        *(timedelta(seconds=s) for s in seconds),
-        needs_mesh=(
-            config.training.enable_cpu_offload or config.activation_checkpoint.mode == "offload"
-        ),
-        agree=partial(check_agreement, config),
-        group=group,
-    )
-    if world.size > 1:
-        for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
-            logger.info(line)
-    return world
-
-
-def is_killed(config: JobConfig, world: World) -> bool:
-    """Return True if the kill switch exists. Rank 0 checks it for all ranks."""
-    switch = Switches(Path(config.job.dump_folder), config.resilience).kill
-    exists: bool = world.step_group.broadcast_object(world.rank == 0 and switch.exists())
-    if exists:
-        logger.warning(
-            f"Not starting: the kill switch {switch} exists. Remove it to allow runs again"
-        )
-    return exists
-
-
-# ---- after the run
-
-
-def write_end(folder: str, code: ExitCode, step: int | None, failures: WriteFailures) -> ExitCode:
-    """Write exit.json and return the code in it.
-
-    A finished run that could not write all of its files gets the code STORAGE.
-    """
-    # The second pass covers a failed write of exit.json.
-    for _ in range(2):
-        if code is ExitCode.DONE and failures.stop_is_due():
-            code = ExitCode.STORAGE
-        with failures.recording(Path(folder) / EXIT):
-            write_exit(Path(folder), RunEnd(code.reason, int(code), step))
-            return code
-    write_exit_for_launcher(RunEnd(code.reason, int(code), step))
-    return code
-
-
-def _report_refusal(error: ConfigError, launched: LaunchedAs) -> None:
-    """Print the problems of the configuration, and record them.
-
-    Each rank records its own error: a rank may detect GPUs and files that the launcher cannot.
-    """
-    if launched.rank == 0:
-        show_error(str(error))
-    if launched.world_size > 1 and error.partial is not None:
-        attempt = attempt_folder(Path(error.partial.job.dump_folder), 0)
-        record_error(attempt, launched.rank, "config", 0, error.with_traceback(None))
-
-
-def _report_crash(
-    error: Exception, dump_folder: Path, launched: LaunchedAs, position: RankPosition
-) -> None:
-    """Print and record the error that ends this rank, in attempts/0 if there is no attempt."""
-    folder = position.attempt_folder
-    current = position.current
-    record = record_error(
-        folder or attempt_folder(dump_folder, 0), launched.rank, current.phase, current.step, error
-    )
-    show_error(describe_error(record))
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        # torchrun prints the message of one failed rank: each rank returns the first error of all.
-        first = (read_first_error(folder) if folder is not None else None) or record
-        message = {"py_callstack": describe_error(first), "timestamp": str(int(first["time"]))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"extraInfo": message}}), encoding="utf-8")
-    if folder is not None:
-        kill_hung_peers(folder, position.stall_seconds, launched.rank, launched.world_size)

@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.convert import convert
 from torchtitan_like.config import ConfigError, dump_toml, load_config
-from torchtitan_like.config.loader import import_module
+from torchtitan_like.config.loader import CommandLine, import_module
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize
@@ -50,10 +50,9 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
     Returns the number of parameters and the lines of a config. Raises ConfigError, TokenizerError,
     CheckpointError, OSError, and ValueError for inconsistent sizes.
     """
-    words = ["--job.config_file", str(find_config(config_file)), *settings]
     if problem := import_module(custom_import_in(settings)):
         raise ConfigError([problem])
-    config = load_config(words)
+    config = load_config(["--job.config_file", str(find_config(config_file)), *settings])
     check_model_name(config, custom_import_in(settings))
     config, _ = read_sizes(config)
     spec = get_spec(config.model.name)
@@ -84,7 +83,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
             "native",
             dtype=None,
             identity=identity,
-            config=dump_toml(read_sizes(load_config([*words, *size_settings]))[0]),
+            config=dump_toml(CommandLine(size_settings, base=config).load()),
         )
         (staged / "make.sh").write_text(
             f"cd {shlex.quote(os.getcwd())} &&\n    {shlex.join([*command, *settings])}\n",

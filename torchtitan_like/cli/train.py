@@ -126,6 +126,6 @@ def run_check(arguments: argparse.Namespace) -> int:
         return os.EX_OK
     from torchtitan_like.plan.changes import check_fit
 
-    is_fitting, lines = check_fit(settings, config, arguments.world_size, gpu)
+    is_fitting, lines = check_fit(config, arguments.world_size, gpu)
     show_error("\n".join(lines))
     return os.EX_OK if is_fitting else DOES_NOT_FIT

@@ -44,15 +44,16 @@ CUSTOM_IMPORT_KEY = ".".join(CUSTOM_IMPORT)
 class CommandLine:
     """A command line and the TOML files that it names. Each is read and parsed once.
 
-    argv: `--job.config_file` and other settings. is_checked: True if the launcher has read the
-    files, and checked all that they name.
+    argv: `--job.config_file` and other settings. base: a configuration that the settings override,
+    instead of a file. is_checked: True if the launcher has read the files, and checked all that
+    they name.
     """
 
     is_checked = False
 
-    def __init__(self, argv: Sequence[str]) -> None:
+    def __init__(self, argv: Sequence[str], base: JobConfig | None = None) -> None:
         self.argv = list(argv)
-        self._files: list[Layer] = []
+        self._files: list[Layer] = [] if base is None else _layers_of(base)
         self._unreadable: list[Problem] = []
         if (file := last_value(self.argv, CONFIG_FILE)) is not None:
             self._files, self._unreadable = read_files(file)
@@ -115,6 +116,16 @@ class CommandLine:
         config = build_config([*self._files, arguments], problems, complete=not self._unreadable)
         config._notices += tuple(_ignored_config_files(self._files))
         return _in_folder_of_group(config)
+
+
+def _layers_of(config: JobConfig) -> list[Layer]:
+    """Return the layers from which a configuration was loaded."""
+    layers = []
+    for origin in config._layers:
+        keys = [key for key in config.keys_of(origin) if key != ".".join(CONFIG_FILE)]
+        leaves = [(tuple(key.split(".")), config.value_of(key)) for key in keys]
+        layers.append(Layer(origin, leaves))
+    return layers
 
 
 def import_module(name: str, origin: str = "") -> Problem | None:

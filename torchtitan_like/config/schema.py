@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -94,6 +94,17 @@ class JobConfig(Section):
         sizes = {f"model.args.{name}": origin for name in args}
         config._origins = {**sizes, **self._origins, "model.flavor": origin}
         config._layers = (origin, *self._layers)
+        return config
+
+    def with_defaults(self, sections: Collection[str]) -> JobConfig:
+        """Return the configuration with the defaults of these sections."""
+        defaults = JobConfig()
+        config = self.model_copy(update={name: getattr(defaults, name) for name in sections})
+        config._origins = {
+            key: origin
+            for key, origin in self._origins.items()
+            if key.partition(".")[0] not in sections
+        }
         return config
 
     def locate(self, problem: Problem) -> Problem:

@@ -27,6 +27,7 @@ from torchtitan_like.launcher.options import (
     read_options,
     torchrun_arguments,
 )
+from torchtitan_like.process_start import LAUNCHER
 from torchtitan_like.util.exit_codes import (
     LAUNCHER_SIGNALS,
     SIGNAL_CODES,
@@ -49,9 +50,8 @@ PROGRAM = "TITAN_PROGRAM"
 PYTHON = "TITAN_PYTHON"
 # Variables of other launchers, which the ranks must not inherit.
 OTHER_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID")
-SHUTDOWN_SECONDS = (
-    "1800"  # torchrun kills ranks 30 s after a signal; a last checkpoint may take longer
-)
+# torchrun kills ranks 30 s after a signal; a last checkpoint may take longer.
+SHUTDOWN_SECONDS = "1800"
 
 
 class StoppedBeforeStart(BaseException):
@@ -85,8 +85,11 @@ class SignalRelay:
         finally:
             self.ignore()
 
-    def run(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
-        """Run the command to its end. Returns its exit code."""
+    def start_and_wait(self, command: Sequence[str], environ: Mapping[str, str]) -> int:
+        """Start the command and wait for its end.
+
+        Returns its exit code as a shell reports it: 128 + N after signal N.
+        """
         self.is_starting = True
         # The kernel ends the run when the thread that started it ends: it is the main thread.
         self.process = subprocess.Popen(
@@ -96,7 +99,7 @@ class SignalRelay:
             self._send(self.passed_on)
         code = self.process.wait()
         self.ignore()
-        return shell_code(code)
+        return code if code >= 0 else 128 - code
 
     def ignore(self) -> None:
         """Ignore further signals."""
@@ -125,7 +128,7 @@ def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Se
     relay = SignalRelay()
     with relay.listening():
         try:
-            return _launch(relay, options, settings, words)
+            return _check_and_start(relay, options, settings, words)
         except LaunchError as error:
             show_error(str(error))
             return error.code
@@ -137,7 +140,7 @@ def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Se
             flush_or_discard(sys.stderr)
 
 
-def _launch(
+def _check_and_start(
     relay: SignalRelay,
     options: Mapping[str, str | None],
     settings: Sequence[str],
@@ -160,12 +163,12 @@ def _launch(
     if plan.nccl_debug_to:
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
     start = Start(since, plan.max_nodes, command_typed, titan_words())
-    command = run_command(python, plan, folder)
+    command = command_of_ranks(python, plan, folder)
     show(f"+ {shown_command(command, settings, environ['OMP_NUM_THREADS'])}")
     with _launcher_folder() as launcher_folder:
         if launcher_folder is not None:
             environ[LAUNCHER_FOLDER] = str(launcher_folder)
-        code = relay.run([*command, *settings], environ)
+        code = relay.start_and_wait([*command, *settings], environ)
         return report_end(config, code, relay.passed_on, start, launcher_folder)
 
 
@@ -218,13 +221,8 @@ def load_for_ranks(
     return config, handover.encode(config, loaded.problems)
 
 
-def shell_code(code: int) -> int:
-    """Return an exit code as a shell reports it: 128 + N after signal N."""
-    return code if code >= 0 else 128 - code
-
-
-def run_command(python: str, plan: Launch, folder: Path) -> list[str]:
-    """Return the command of the run, without settings. ``folder``: the run folder."""
+def command_of_ranks(python: str, plan: Launch, folder: Path) -> list[str]:
+    """Return the command that starts the ranks, without settings. ``folder``: the run folder."""
     program = ["-m", f"{PACKAGE}.train"]
     if not plan.uses_torchrun:
         return [python, *program]
@@ -251,9 +249,7 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
         "PYTHONSAFEPATH": "1",
         "PYTHONPATH": os.pathsep.join(path for path in paths if path),
         "PYTHONUNBUFFERED": "1",
-        "TORCHTITAN_LIKE_LAUNCHER": str(
-            os.getpid()
-        ),  # the run saves and ends when this process is killed
+        LAUNCHER: str(os.getpid()),  # the run saves and ends when this process is killed
     }
     child.setdefault("OMP_NUM_THREADS", str(max(machine.num_cores // plan.num_ranks, 1)))
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)

@@ -128,9 +128,7 @@ def report_end(
         return CRASH
     early = ExitCode(code) if code in SIGNAL_CODES.values() else stop
     if early is not None and not _has_started(folder, start.since):
-        end = RunEnd(early.reason, int(early), None)
-        _write_exit(folder, end)
-        return _report_agreed(config, end, start)
+        return _report_agreed(config, _write_exit(folder, early), start)
     if code == ExitCode.BAD_CONFIG:
         return _report_refusal(folder, _first_error(folder, start.since))
     if code == ExitCode.STORAGE:  # another run is using the folder, as a rank has printed
@@ -154,12 +152,14 @@ def _code_without_exit(folder: Path, since: float) -> int:
     return int(ExitCode.REQUEUE)
 
 
-def _write_exit(folder: Path, end: RunEnd) -> None:
+def _write_exit(folder: Path, code: ExitCode, step: int | None = None) -> RunEnd:
     """Write exit.json. A full disk does not change what the launcher prints and returns."""
+    end = RunEnd(code.reason, int(code), step)
     try:
         write_exit(folder, end)
     except OSError as error:
         show_error(f"Cannot write {folder / EXIT}: {describe_os_error(error)}")
+    return end
 
 
 def _has_started(folder: Path, since: float) -> bool:
@@ -191,7 +191,7 @@ def _show_how_to_continue(config: JobConfig, code: int, start: Start) -> None:
 
 
 def _report_refusal(folder: Path, first: FirstError | None) -> int:
-    _write_exit(folder, RunEnd(ExitCode.BAD_CONFIG.reason, int(ExitCode.BAD_CONFIG), None))
+    _write_exit(folder, ExitCode.BAD_CONFIG)
     reason = "its message is above" if first is None else describe_error(first.record)
     show_error(f"Nothing was started: a rank rejected the configuration (code 78): {reason}")
     return int(ExitCode.BAD_CONFIG)
@@ -215,7 +215,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         show_error(f"The run has crashed, and no rank has recorded an error {where}")
         if code == KILLED:
             code = ExitCode.LOST_PEER
-            _write_exit(folder, RunEnd(code.reason, int(code), None))
+            _write_exit(folder, ExitCode.LOST_PEER)
         return int(code)
     attempt, record, ranks = first
     if record["phase"] == "config":
@@ -234,10 +234,10 @@ def report_crash(folder: Path, code: int, since: float) -> int:
         lines.insert(len(lines) if is_consequence else 0, silence)
         if is_consequence:
             code = ExitCode.LOST_PEER
-            _write_exit(folder, RunEnd(ExitCode.LOST_PEER.reason, int(code), record["step"]))
+            _write_exit(folder, ExitCode.LOST_PEER, record["step"])
     if record["phase"] == "data":  # one rank read damaged data, the others lost it
         code = ExitCode.BAD_DATA
-        _write_exit(folder, RunEnd(ExitCode.BAD_DATA.reason, int(code), record["step"]))
+        _write_exit(folder, ExitCode.BAD_DATA, record["step"])
     show_error("\n".join(lines))
     return int(code)
 

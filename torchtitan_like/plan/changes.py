@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torchtitan_like.check import load_checked
 from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
@@ -91,13 +92,10 @@ class Remedy(NamedTuple):
     memories: list[RankMemory]
 
 
-def find_remedies(
-    argv: Sequence[str], config: JobConfig, world_size: int, gpu: Gpu
-) -> Iterator[Remedy]:
+def find_remedies(config: JobConfig, world_size: int, gpu: Gpu) -> Iterator[Remedy]:
     """Yield the cheapest changes with which the configuration fits, at most `NUM_CHANGES`.
 
     Each is dry-run. A change that the layout does not allow is passed over.
-    argv: the settings of `config`.
     """
     num_found = 0
     for change in CHANGES:
@@ -108,7 +106,10 @@ def find_remedies(
         settings = change.settings(config)
         try:
             changed, _ = load_checked(
-                [*argv, *settings], world_size, training=False, device_type=gpu.device_type
+                CommandLine(settings, base=config),
+                world_size,
+                training=False,
+                device_type=gpu.device_type,
             )
         except ConfigError:
             continue
@@ -118,14 +119,12 @@ def find_remedies(
             yield Remedy(settings, change.cost, memories)
 
 
-def check_fit(
-    argv: Sequence[str], config: JobConfig, world_size: int, gpu: Gpu
-) -> tuple[bool, list[str]]:
+def check_fit(config: JobConfig, world_size: int, gpu: Gpu) -> tuple[bool, list[str]]:
     """Return whether the configuration fits, and lines that say so or name changes."""
     memories = plan_memory(config, world_size, gpu)
     if fits(memories, gpu):
         return True, [verdict(memories, gpu)]
-    remedies = list(find_remedies(argv, config, world_size, gpu))
+    remedies = list(find_remedies(config, world_size, gpu))
     lines = [verdict(memories, gpu)]
     if remedies:
         lines.append("It fits with one of these changes, the cheapest first:")

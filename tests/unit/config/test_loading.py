@@ -332,3 +332,18 @@ def test_a_module_that_fails_is_imported_once(tmp_path: Path) -> None:
     first, second = command_line.import_extensions(), command_line.import_extensions()
     assert first == second and "ZeroDivisionError" in str(first[0])
     assert (tmp_path / "imports").read_text() == "x"
+
+
+def test_settings_override_a_loaded_configuration(tmp_path: Path) -> None:
+    """Its files are not read again."""
+    file = tmp_path / "mine.toml"
+    file.write_text('extends = "debug_model.toml"\n[data.sources.mine]\npath = "a"\n')
+    words = ["--job.config_file", str(file), "--training.steps", "5"]
+    base, whole = load_config(words), load_config([*words, "--optimizer.lr", "1"])
+    file.unlink()
+    again = CommandLine(["--optimizer.lr", "1"], base=base).load()
+    assert dump_toml(again) == dump_toml(whole)
+    named = {"job.config_file": "command line"}
+    assert again._origins | named == whole._origins
+    without = CommandLine([], base=base.with_defaults(["data"])).load()
+    assert without.data.sources == {} and not without.is_set("data.sources")

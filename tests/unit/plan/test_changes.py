@@ -36,7 +36,7 @@ def reserve(monkeypatch: pytest.MonkeyPatch, gib_of: Any) -> None:
 def find(settings: list[str], world_size: int = 2) -> tuple[bool, list[str]]:
     argv = [*DEBUG, *settings]
     config, _ = load_checked(argv, world_size, training=False)
-    return changes.check_fit(argv, config, world_size, load_gpu("h100-80g"))
+    return changes.check_fit(config, world_size, load_gpu("h100-80g"))
 
 
 def test_the_cheapest_three_sufficient_changes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
