@@ -14,11 +14,7 @@ from dataclasses import asdict
 
 from pydantic import ValidationError
 
-from torchtitan_like.config.loader import (
-    CUSTOM_IMPORT_KEY,
-    CommandLine,
-    import_module,
-)
+from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, CommandLine, import_module
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.config.schema import JobConfig, job_config
 
@@ -29,16 +25,19 @@ MAX_LENGTH = 120_000  # Linux refuses a variable of 131,072 bytes
 def encode(config: JobConfig, warnings: Iterable[Problem]) -> dict[str, str]:
     """Return `VARIABLE` with its value: every setting with its origin, and the warnings.
 
-    The value is "" if it would be too long, which takes thousands of datasets. Then each rank reads
-    the files itself.
+    The value is "" if it would be too long, which takes thousands of datasets, or if a free table
+    has a date. Then each rank reads the files itself.
     """
     content = {
-        "settings": config.model_dump(mode="json"),
+        "settings": config.model_dump(),
         "origins": config._origins,
         "layers": config._layers,
         "warnings": [asdict(warning) for warning in warnings],
     }
-    packed = zlib.compress(json.dumps(content, default=str).encode())
+    try:
+        packed = zlib.compress(json.dumps(content).encode())
+    except TypeError:
+        return {VARIABLE: ""}
     text = base64.b64encode(packed).decode()
     return {VARIABLE: text if len(text) <= MAX_LENGTH else ""}
 

@@ -20,7 +20,7 @@ def hand_over(*words: str, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     monkeypatch.setenv(
         handover.VARIABLE, handover.encode(config, config.notices)[handover.VARIABLE]
     )
-    command_line = handover.take_command_line(["--argv", "is", "not", "read"])
+    command_line = handover.take_command_line([])
     assert handover.VARIABLE not in os.environ
     return command_line
 
@@ -52,13 +52,18 @@ def test_a_rank_checks_its_device_and_not_the_files(monkeypatch: pytest.MonkeyPa
     assert {problem.key for problem in caught.value.problems} == {"training.enable_cpu_offload"}
 
 
-def test_a_configuration_that_is_too_long_is_read_by_each_rank(
-    monkeypatch: pytest.MonkeyPatch,
+def test_free_values_arrive_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [f"--model.args.x=[{2**80}, inf, -inf, 2.0, 2, true, 'é\"']", "--model.args.y=None"]
+    args = hand_over(*words, monkeypatch=monkeypatch).load().model.args
+    assert repr(args) == repr(load_config(words).model.args)
+
+
+@pytest.mark.parametrize(("words", "limit"), [([], 100), (["--model.args.x=2026-11-28"], 120_000)])
+def test_a_configuration_that_cannot_be_handed_over_is_read_by_each_rank(
+    words: list[str], limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(handover, "MAX_LENGTH", 100)
-    (name, value) = next(iter(handover.encode(load_config([]), ()).items()))
-    monkeypatch.setenv(name, value)
-    assert not handover.take_command_line([]).is_checked
+    monkeypatch.setattr(handover, "MAX_LENGTH", limit)
+    assert not hand_over(*words, monkeypatch=monkeypatch).is_checked
 
 
 USER_CODE = """
