@@ -24,7 +24,7 @@ import torch
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.models.balance_rules import METHODS
 from torchtitan_like.models.layers import balance, moe
-from torchtitan_like.run import open_trainer, read_run
+from torchtitan_like.run import open_trainer, resolve_run
 from torchtitan_like.train import Trainer
 
 SETTINGS = {
@@ -78,7 +78,7 @@ def measure(method: str, num_steps: int, settings: list[str]) -> tuple[float, di
     with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         argv = [f"--{key}={value}" for key, value in SETTINGS.items()]
         argv += [f"--job.dump_folder={folder}", f"--model.args.load_balance={method}", *settings]
-        run = read_run(argv, launched.world_size)
+        run = resolve_run(argv, launched.world_size)
         trainer = resources.enter_context(open_trainer(run, launched))
         saved = (moe.count_in_backward, moe.add_router_losses, moe.sample_fractions)
         backwards = [balance._CountInBackward.backward, balance._RouterLosses.backward]

@@ -21,7 +21,7 @@ import torch
 
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.replicas import Replicas
-from torchtitan_like.run import open_trainer, read_run
+from torchtitan_like.run import open_trainer, resolve_run
 
 
 def median_seconds(call: Callable[[], object], num: int) -> tuple[float, float]:
@@ -47,7 +47,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as resources:
         settings += [f"--job.dump_folder={folder}"]
         settings += ["--checkpoint.no-enable", "--validation.no-enable"]
-        run = read_run(settings, launched.world_size)
+        run = resolve_run(settings, launched.world_size)
         trainer = resources.enter_context(open_trainer(run, launched))
 
         def step() -> None:

@@ -28,7 +28,7 @@ from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector
 from torchtitan_like.resilience.agreement import StepAgreement
 from torchtitan_like.resolved import Run
-from torchtitan_like.run import open_trainer, read_run
+from torchtitan_like.run import open_trainer, resolve_run
 from torchtitan_like.stored_config import custom_import_in, load_trusted
 from torchtitan_like.train import StepInput, Trainer
 from torchtitan_like.util.jsonl import decode
@@ -180,7 +180,7 @@ def resolve_replay(bundle: Bundle, run: Path, folder: Path, settings: Sequence[s
     _link_tokens(Path(config.data.cache_folder or run / "token_cache"), folder / "token_cache")
     # A module that only the command names, for the run's names of code, is no change of the run.
     imported = [] if module else [f"--{CUSTOM_IMPORT_KEY}="]
-    return read_run(CommandLine([*argv, *settings, *imported], base=config), 1)
+    return resolve_run(CommandLine([*argv, *settings, *imported], base=config), 1)
 
 
 def _start_settings(checkpoint: dict[str, Any], run: Path, is_path_given: bool) -> list[str]:

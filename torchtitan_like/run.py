@@ -66,7 +66,7 @@ def main(
     init_logger()
     launched = launched_as()
     try:
-        run = read_run(argv, launched.world_size)
+        run = resolve_run(argv, launched.world_size)
     except ConfigError as error:
         _report_refusal(error, launched)
         return int(ExitCode.BAD_CONFIG)
@@ -96,7 +96,7 @@ def main(
     return 0 if is_under_torchrun else int(code)
 
 
-def read_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
+def resolve_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
     """Load, check and resolve the configuration. Raises ConfigError with all problems."""
     config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
     for warning in warnings:
@@ -315,7 +315,7 @@ def open_run(
     launched = launched_as()
     if group is not None:
         launched = LaunchedAs(dist.get_rank(group), launched.local_rank, group.size())
-    with open_trainer(read_run(argv, launched.world_size), launched, group) as trainer:
+    with open_trainer(resolve_run(argv, launched.world_size), launched, group) as trainer:
         yield trainer
 
 

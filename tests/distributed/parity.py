@@ -25,7 +25,7 @@ from torchtitan_like.distributed.world import LaunchedAs, build_mesh
 from torchtitan_like.models.layers.balance import WHOLE_SEQUENCE, count_in_backward
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.optim.balancing import ExpertLoads
-from torchtitan_like.run import build_world, read_run
+from torchtitan_like.run import build_world, resolve_run
 from torchtitan_like.train import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -129,7 +129,7 @@ def build(argv: list[str]) -> Trainer:
     """Build the trainer of this pool rank, like `launch.run_job`."""
     torch._dynamo.reset()  # a fresh process has no compiled code either
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    run = read_run(argv, world_size)
+    run = resolve_run(argv, world_size)
     world = build_world(run, LaunchedAs(rank, rank, world_size))
     checkpointer = build_checkpointer(run, world)
     try:

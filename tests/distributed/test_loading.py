@@ -17,7 +17,7 @@ from torchtitan_like.distributed.initialize import weight_hash
 from torchtitan_like.distributed.world import HostGroup, LaunchedAs
 from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import read_run, run_job
+from torchtitan_like.run import resolve_run, run_job
 from torchtitan_like.util.exit_codes import ExitCode
 
 SAVING = {
@@ -256,7 +256,7 @@ def start_with_read_error(argv):
 
 
 def run_one_rank(argv):
-    return run_job(read_run(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
+    return run_job(resolve_run(argv, 1), LaunchedAs(0, 0, 1), Requests(), RankPosition())
 
 
 def run_and_check_exit_file(argv):

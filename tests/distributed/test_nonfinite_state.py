@@ -9,7 +9,7 @@ from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import read_run, run_job
+from torchtitan_like.run import resolve_run, run_job
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
@@ -33,7 +33,7 @@ def run_with_nan_state(argv, name, step):
 
     Trainer.train_step = train_step
     try:
-        code = run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
+        code = run_job(resolve_run(argv, launched.world_size), launched, Requests(), RankPosition())
         return code, starts.pop()
     finally:
         Trainer.train_step = plain

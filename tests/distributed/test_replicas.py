@@ -12,7 +12,7 @@ from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.agreement import Request, Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import read_run, run_job
+from torchtitan_like.run import resolve_run, run_job
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
@@ -39,7 +39,7 @@ def run_with_flipped_bit(argv, flips, stops=False):
 
     Trainer.train_step = train_step
     try:
-        return run_job(read_run(argv, launched.world_size), launched, requests, RankPosition())
+        return run_job(resolve_run(argv, launched.world_size), launched, requests, RankPosition())
     finally:
         Trainer.train_step = plain
 

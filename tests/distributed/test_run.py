@@ -16,7 +16,7 @@ from torchtitan_like.data.errors import ReadInterrupted
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.agreement import Request, Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import main, read_run, run_job
+from torchtitan_like.run import main, resolve_run, run_job
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
@@ -27,7 +27,7 @@ TWO_RANKS = {"training.local_batch_size": 4}
 def run_one_rank(argv):
     """Run on this rank of a pool."""
     launched = launched_as()
-    return run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
+    return run_job(resolve_run(argv, launched.world_size), launched, Requests(), RankPosition())
 
 
 def test_validation_runs_after_step_1_periodically_and_at_the_end(tmp_path):

@@ -32,7 +32,7 @@ from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.resilience.agreement import Requests
 from torchtitan_like.resilience.heartbeat import RankPosition
-from torchtitan_like.run import read_run, run_job
+from torchtitan_like.run import resolve_run, run_job
 from torchtitan_like.util.exit_codes import ExitCode
 
 ASSETS = Path(__file__).parents[1] / "assets" / "tokenizer"
@@ -254,7 +254,7 @@ def train(argv: list[str]) -> tuple[int, str]:
     logging.getLogger().addHandler(handler)
     try:
         launched = launched_as()
-        code = run_job(read_run(argv, launched.world_size), launched, Requests(), RankPosition())
+        code = run_job(resolve_run(argv, launched.world_size), launched, Requests(), RankPosition())
         return int(code), "\n".join(handler.lines)
     finally:
         logging.getLogger().removeHandler(handler)

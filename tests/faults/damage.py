@@ -24,7 +24,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.run import read_run
+from torchtitan_like.run import resolve_run
 
 
 def flip(path: Path, offset: float, bit: int) -> None:
@@ -121,7 +121,7 @@ class StartResult:
 @functools.cache
 def identity() -> Identity:
     """Return the model of these runs, which formats other than the native one require."""
-    return identify(read_run(arguments(Path("outputs")), 1).config.model)
+    return identify(resolve_run(arguments(Path("outputs")), 1).config.model)
 
 
 def start_one_rank(folder: Path, like: Path, **section: Any) -> StartResult:

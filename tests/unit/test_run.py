@@ -11,7 +11,7 @@ import torch
 
 from torchtitan_like import run
 from torchtitan_like.check import load_checked
-from torchtitan_like.run import full_key, look_for_device, read_run
+from torchtitan_like.run import full_key, look_for_device, resolve_run
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_run_on_one_core_logs_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(run, "num_cores", lambda: num_cores)
-    read_run(["--training.dataloader.num_workers", "0"], 1)
+    resolve_run(["--training.dataloader.num_workers", "0"], 1)
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
 
 
