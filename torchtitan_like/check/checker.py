@@ -66,7 +66,8 @@ def load_checked(
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
     """
-    loaded = load_with_files(CommandLine.of(argv), training=training)
+    command_line = argv if isinstance(argv, CommandLine) else CommandLine(argv)
+    loaded = load_with_files(command_line, training=training)
     device = device_type(loaded.config) if callable(device_type) else device_type
     return check_loaded(loaded, world_size, training=training, device_type=device)
 

@@ -60,11 +60,6 @@ class CommandLine:
         self._import_problems: list[Problem] | None = None  # None: nothing was imported yet
         self._loaded: JobConfig | ConfigError | None = None
 
-    @classmethod
-    def of(cls, argv: Sequence[str] | CommandLine) -> CommandLine:
-        """Return the command line of `argv`, or `argv` itself if it is one."""
-        return argv if isinstance(argv, CommandLine) else cls(argv)
-
     def import_extensions(self) -> list[Problem]:
         """Import the module of `experimental.custom_import`, which may register a model and sections.
 

@@ -146,6 +146,7 @@ def _check_and_start(
     settings: Sequence[str],
     words: Sequence[str],
 ) -> int:
+    from torchtitan_like.config.arguments import mask_arguments
     from torchtitan_like.launcher.outcome import Start, prepare_run_folder, report_end
 
     since = float(int(time.time()))
@@ -164,7 +165,8 @@ def _check_and_start(
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
     start = Start(since, plan.max_nodes, command_typed, titan_words())
     command = command_of_ranks(python, plan, folder)
-    show(f"+ {shown_command(command, settings, environ['OMP_NUM_THREADS'])}")
+    shown = shlex.join([*command, *mask_arguments(settings)])  # settings may be secret
+    show(f"+ OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} {shown}")
     with _launcher_folder() as launcher_folder:
         if launcher_folder is not None:
             environ[LAUNCHER_FOLDER] = str(launcher_folder)
@@ -228,13 +230,6 @@ def command_of_ranks(python: str, plan: Launch, folder: Path) -> list[str]:
         return [python, *program]
     arguments = torchrun_arguments(plan, folder / "torchrun")
     return [python, "-m", f"{PACKAGE}.torchrun", *arguments, *program]
-
-
-def shown_command(command: Sequence[str], settings: Sequence[str], num_threads: str) -> str:
-    """Return the command for the terminal, with masked values of settings that may be secret."""
-    from torchtitan_like.config.arguments import mask_arguments
-
-    return f"OMP_NUM_THREADS={num_threads} {shlex.join([*command, *mask_arguments(settings)])}"
 
 
 def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine) -> dict[str, str]:
