@@ -64,7 +64,7 @@ class Drill(NamedTuple):
     num_ranks: int = 2
     # An additional check before the next start.
     check: Callable[[Chain, FinishedRun], None] = lambda chain, run: None
-    # Whether titan slurm watchdog must detect the fault, because no process of the run can.
+    # Whether the watchdog of slurm/ must detect the fault, because no process of the run can.
     is_watched: bool = False
 
     def __str__(self) -> str:
@@ -298,7 +298,7 @@ def check_end(row: Drill, run: FinishedRun) -> None:
 
 @contextmanager
 def watched(chain: Chain) -> Iterator[None]:
-    """Kill the run when titan slurm watchdog reports that its log is older than the timeout."""
+    """Kill the run when the watchdog of slurm/ reports that its log is older than the timeout."""
     stop, log = threading.Event(), chain.folder / "metrics.jsonl"
 
     def watch() -> None:

@@ -16,11 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
 from torchtitan_like.util.suggestions import nearest
 
-USAGE_ERROR = 2
 HELP = ("--help", "-h")
 # Shell function that completes file names: `shtab.FILE`.
 SHTAB_FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
@@ -122,17 +121,7 @@ NODE = (
     Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node"),
 )
 
-SLURM = (
-    Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm"),
-    Command(
-        "slurm watchdog",
-        "Watch",
-        "check once that a job runs, a log grows and a disk has space",
-        "slurm",
-    ),
-    Command("slurm before", "In train.slurm", "print the step to continue from", "slurm"),
-    Command("slurm after", "In train.slurm", "decide whether a job is queued again", "slurm"),
-)
+SLURM = (Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm"),)
 
 PLAN = (
     Command(
@@ -182,7 +171,7 @@ COMMANDS = (
     ),
     Command("node", "Scale", "check machines and measure their network", verbs=NODE),
     Command("lighthouse", "Scale", "track which replica groups are alive", "node"),
-    Command("slurm", "Scale", "write batch scripts, watch jobs", verbs=SLURM),
+    Command("slurm", "Scale", "write batch scripts", verbs=SLURM),
 )
 
 
@@ -217,7 +206,7 @@ def _run(words: list[str]) -> int:
     while True:
         if not words:
             show_error(help_text(prog, commands), end="")
-            return USAGE_ERROR
+            return WRONG_INPUT
         if words[0] in HELP or words == ["help"]:
             print(help_text(prog, commands), end="")
             return 0
@@ -225,7 +214,7 @@ def _run(words: list[str]) -> int:
         command = next((one for one in commands if one.verb == name), None)
         if command is None:
             show_error(_unknown(prog, commands, name))
-            return USAGE_ERROR
+            return WRONG_INPUT
         verbs = {each.verb for each in command.verbs}
         if command.module and not (words and words[0] in verbs):
             break

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     DAMAGED,
-    FAILED,
     add_import_flag,
     add_json_flag,
     add_model_flags,
@@ -23,6 +22,7 @@ from torchtitan_like.cli.common import (
     step_path,
     steps_path,
 )
+from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.run_directory import MANIFEST
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         print("\n".join([*lines, summary]))
         return 1 if lines else 0
 
-    return run_checked(action, damage_code=FAILED)
+    return run_checked(action, damage_code=WRONG_INPUT)
 
 
 # ---- titan ckpt export
@@ -228,7 +228,7 @@ def _export(arguments: argparse.Namespace) -> int:
                 print(f"{arguments.out} is complete")
             return 0
 
-        return run_checked(action, damage_code=FAILED, is_leader=group.rank == 0)
+        return run_checked(action, damage_code=WRONG_INPUT, is_leader=group.rank == 0)
 
 
 # ---- titan ckpt convert
@@ -382,7 +382,7 @@ def _consolidate(arguments: argparse.Namespace) -> int:
                 print(f"{arguments.out}: {len(records)} files, {num_bytes:,} bytes")
             return 0
 
-        return run_checked(action, damage_code=FAILED, is_leader=group.rank == 0)
+        return run_checked(action, damage_code=WRONG_INPUT, is_leader=group.rank == 0)
 
 
 # ---- titan ckpt interval

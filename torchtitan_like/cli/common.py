@@ -13,12 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtitan_like.util.bundle import find_config
-from torchtitan_like.util.files import describe_os_error
-from torchtitan_like.util.output import show_error
+from torchtitan_like.util.exit_codes import WRONG_INPUT
+from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.run_directory import MANIFEST, find_run
 
 DAMAGED = 1
-FAILED = 2
 
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:
@@ -152,7 +151,7 @@ def run_checked(
     except (CheckpointError, ConfigError, DataError, OSError) as error:
         if is_leader:
             show_problem(error)
-        return damage_code if isinstance(error, DamagedError) else FAILED
+        return damage_code if isinstance(error, DamagedError) else WRONG_INPUT
 
 
 def catch_value_errors(action: Callable[[], int]) -> int:
@@ -161,12 +160,7 @@ def catch_value_errors(action: Callable[[], int]) -> int:
         return action()
     except (OSError, ValueError) as error:
         show_problem(error)
-        return FAILED
-
-
-def show_problem(error: Exception) -> None:
-    """Print the message of an expected error on stderr."""
-    show_error(describe_os_error(error) if isinstance(error, OSError) else str(error))
+        return WRONG_INPUT
 
 
 def print_json(value: object) -> None:

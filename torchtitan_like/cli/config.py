@@ -6,9 +6,9 @@ import argparse
 import re
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, catch_value_errors
+from torchtitan_like.cli.common import catch_value_errors
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error
 
 # ---- titan config ls
@@ -139,6 +139,6 @@ def run_help(arguments: argparse.Namespace) -> int:
         if not text:
             remedy = suggest_key(name) or "titan train --help shows the common settings"
             show_error(f'There is no setting or section "{name}": {remedy}')
-            return FAILED
+            return WRONG_INPUT
     print("\n\n".join(texts))
     return 0

@@ -10,14 +10,13 @@ import time
 from pathlib import Path
 
 from torchtitan_like.cli.common import (
-    FAILED,
     add_json_flag,
     catch_value_errors,
     positive_int,
     run_checked,
     step_path,
 )
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
@@ -153,7 +152,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> int:
         show_error(
             f"--vocab-size is {arguments.vocab_size}. Expected at least {MIN_VOCAB_SIZE}: raise it"
         )
-        return FAILED
+        return WRONG_INPUT
 
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.data.text.train_tokenizer import (
@@ -169,7 +168,7 @@ def run_train_tokenizer(arguments: argparse.Namespace) -> int:
             f"Cannot read {arguments.input}: {type(error).__name__}: {error}. Expected JSON lines "
             "with a field `text`: correct the file, or --input"
         )
-        return FAILED
+        return WRONG_INPUT
 
     def action() -> int:
         arguments.output.mkdir(parents=True, exist_ok=True)  # an error before the training
@@ -264,7 +263,7 @@ def run_tiny(arguments: argparse.Namespace) -> int:
             f"titan data tiny {arguments.kind} does not know {unknown}. Expected the options in "
             "its --help: remove the others"
         )
-        return FAILED
+        return WRONG_INPUT
 
     def action() -> int:
         if arguments.out.exists():
@@ -274,7 +273,7 @@ def run_tiny(arguments: argparse.Namespace) -> int:
         print(_make(arguments))
         return 0
 
-    return catch_value_errors(lambda: run_checked(action, damage_code=FAILED))
+    return catch_value_errors(lambda: run_checked(action, damage_code=WRONG_INPUT))
 
 
 def _make(arguments: argparse.Namespace) -> str:
@@ -332,7 +331,7 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the samples. Returns the exit code."""
-    return run_checked(lambda: _show(arguments), damage_code=FAILED)
+    return run_checked(lambda: _show(arguments), damage_code=WRONG_INPUT)
 
 
 def _show(arguments: argparse.Namespace) -> int:

@@ -7,8 +7,8 @@ import importlib.util
 import signal
 from pathlib import Path
 
-from torchtitan_like.cli.common import FAILED, end_rank, positive_int
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.cli.common import end_rank, positive_int
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error
 
 BAD = 1
@@ -72,7 +72,7 @@ def run_check(arguments: argparse.Namespace) -> int:
             f"{arguments.known_bad} cannot be read: {error.strerror}. "
             "Expected one GPU UUID per line. Correct --known-bad."
         )
-        return FAILED
+        return WRONG_INPUT
     report = check_machine(
         num_gpus=arguments.gpus,
         known_bad=known_bad,
@@ -127,7 +127,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
             sizes = [parse_size(text) for text in arguments.sizes.split(",")]
         except ValueError as error:
             show_error(str(error))
-            return FAILED
+            return WRONG_INPUT
     run_bench(
         sizes,
         advertised=arguments.advertised,
@@ -204,5 +204,5 @@ def run_lighthouse(arguments: argparse.Namespace) -> int:
             signal.sigwait(stop_signals)
     except ValueError as error:
         show_error(str(error))
-        return FAILED
+        return WRONG_INPUT
     return 0

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
-    FAILED,
     add_json_flag,
     catch_value_errors,
     end_rank,
@@ -20,10 +19,9 @@ from torchtitan_like.cli.common import (
     print_json,
     run_path,
     settings_of,
-    show_problem,
 )
-from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.output import show_error
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
+from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.units import format_duration
 
 if TYPE_CHECKING:
@@ -176,14 +174,14 @@ def run_plan(arguments: argparse.Namespace) -> int:
             f"titan plan: {missing[0]} is missing. Expected CONFIG and --world-size N: correct the "
             "arguments"
         )
-        return FAILED
+        return WRONG_INPUT
     try:
         gpu, cluster = _load_hardware(arguments)
         if arguments.svg is not None:
             check_picture(arguments.svg / "memory.svg")
     except ValueError as error:
         show_error(str(error))
-        return FAILED
+        return WRONG_INPUT
     config = _load_config(arguments, gpu, arguments.world_size)
     if config is None:
         return os.EX_CONFIG
@@ -199,10 +197,10 @@ def run_plan(arguments: argparse.Namespace) -> int:
             f"--rank-of-stage {stage}: expected all, or a pipeline rank from 0 to "
             f"{num_stages - 1}: correct it"
         )
-        return FAILED
+        return WRONG_INPUT
     if stage != "all" and arguments.output is not None:
         show_error("-o: expected a plan of all stages: leave --rank-of-stage out")
-        return FAILED
+        return WRONG_INPUT
     return _print_plan(config, arguments, gpu, cluster, None if stage == "all" else [int(stage)])
 
 
@@ -244,7 +242,7 @@ def _print_plan(
             )
         except OSError as error:
             show_problem(error)
-            return FAILED
+            return WRONG_INPUT
         show_error(f"Wrote {arguments.output}")
     if arguments.svg is not None:
         from torchtitan_like.plan.plan_pictures import draw_plan
@@ -254,7 +252,7 @@ def _print_plan(
                 show_error(f"Wrote {path}")
         except (OSError, ValueError) as error:
             show_problem(error)
-            return FAILED
+            return WRONG_INPUT
     return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS
 
 
@@ -323,25 +321,25 @@ def run_search(arguments: argparse.Namespace) -> int:
 
     if not names_config(arguments):
         show_error("titan plan search: CONFIG is missing. Expected a TOML file: name it")
-        return FAILED
+        return WRONG_INPUT
     if arguments.world_size is None:
         show_error(
             "titan plan search: --world-size is missing. Expected the number of GPUs: give it"
         )
-        return FAILED
+        return WRONG_INPUT
     if arguments.max_memory > 1:
         show_error(
             f"--max-memory {arguments.max_memory:g}: expected a fraction of at most 1, such as "
             "0.92: correct it"
         )
-        return FAILED
+        return WRONG_INPUT
     try:
         gpu, cluster = _load_hardware(arguments)
         if arguments.svg is not None:
             check_picture(arguments.svg)
     except ValueError as error:
         show_error(str(error))
-        return FAILED
+        return WRONG_INPUT
     # Without the ranks: the layout of the file need not fit their number.
     config = _load_config(arguments, gpu, None)
     if config is None:
@@ -364,7 +362,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     base = Path(config.job.config_file)
     if output is not None and output.resolve() == base.resolve():
         show_error(f"-o {output}: expected another file than CONFIG, which it extends: rename it")
-        return FAILED
+        return WRONG_INPUT
     world_size: int = arguments.world_size
     samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
     space = space_of(config, world_size, cluster.gpus_per_node, samples)
@@ -372,7 +370,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
         found = search(space, gpu, cluster, arguments.max_memory, _ProgressLine("dry runs"))
     except ValueError as error:  # the GPU has no peak for a dtype
         show_error(f"--gpu {gpu.key}: {error}")
-        return FAILED
+        return WRONG_INPUT
     notes = [*found.notes(), *caveats(gpu, cluster)]
     request = search_report.Request(
         gpu, cluster, arguments.max_memory, arguments.tokens, arguments.price_per_hour
@@ -392,7 +390,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
             draw_layouts(found.ranked, gpu, arguments.max_memory, arguments.svg)
         except OSError as error:
             show_problem(error)
-            return FAILED
+            return WRONG_INPUT
         show_error(f"Wrote {arguments.svg}")
     given = arguments.config or str(base)
     target = output or Path("best.toml")
@@ -404,7 +402,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
             write_atomically(output, text)
         except OSError as error:
             show_problem(error)
-            return FAILED
+            return WRONG_INPUT
         show_error(f"Wrote {output}. Check it: titan check {output} --world-size {world_size}")
     elif not arguments.json:
         print(f"\n{text}", end="")
@@ -504,16 +502,16 @@ def run_calibrate(arguments: argparse.Namespace) -> int:
     output: Path = arguments.output
     if output.suffix != ".toml":
         show_error(f"-o {output}: expected a name that ends with .toml: rename it")
-        return FAILED
+        return WRONG_INPUT
     if not output.parent.is_dir():
         show_error(f"-o {output}: there is no folder {output.parent}: create it, or name another")
-        return FAILED
+        return WRONG_INPUT
     if arguments.seconds > MAX_SECONDS:
         show_error(f"--seconds {arguments.seconds:g}: expected at most {MAX_SECONDS}: lower it")
-        return FAILED
+        return WRONG_INPUT
     if arguments.cluster is not None and arguments.runs is None:
         show_error(f"--cluster {arguments.cluster}: expected --from RUN next to it: leave it out")
-        return FAILED
+        return WRONG_INPUT
     try:
         if arguments.runs is not None:
             return catch_value_errors(lambda: _fit(arguments))
@@ -531,7 +529,7 @@ def _write(files: dict[Path, str]) -> int:
             write_atomically(path, text)
     except OSError as error:
         show_problem(error)
-        return FAILED
+        return WRONG_INPUT
     *_, cluster = files
     names = " and ".join(map(str, files))
     show_error(f"Wrote {names}. Use it: titan plan X.toml --world-size N --cluster {cluster}")

@@ -13,9 +13,8 @@ from torchtitan_like.cli.common import (
     positive_number,
     print_json,
     run_path,
-    show_problem,
 )
-from torchtitan_like.util.output import show_error
+from torchtitan_like.util.output import show_error, show_problem
 
 DIFFERENT = 1
 DEFAULT_PAGE = Path("report.html")

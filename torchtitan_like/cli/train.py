@@ -6,7 +6,8 @@ import argparse
 import os
 import sys
 
-from torchtitan_like.cli.common import FAILED, names_config, positive_int, settings_of
+from torchtitan_like.cli.common import names_config, positive_int, settings_of
+from torchtitan_like.util.exit_codes import WRONG_INPUT
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -98,12 +99,12 @@ def run_check(arguments: argparse.Namespace) -> int:
 
         if arguments.world_size is None:
             show_error("titan check: --plan needs --world-size N next to it.")
-            return FAILED
+            return WRONG_INPUT
         try:
             gpu = load_gpu(arguments.plan)
         except ValueError as error:
             show_error(f"titan check: --plan: {error}")
-            return FAILED
+            return WRONG_INPUT
     settings = settings_of(arguments)
     try:
         config, warnings = load_for_command(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
-    FAILED,
     add_import_flag,
     add_json_flag,
     launched_ranks,
@@ -21,6 +20,7 @@ from torchtitan_like.cli.common import (
     run_checked,
     step_path,
 )
+from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_error
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def run_generate(arguments: argparse.Namespace) -> int:
     problem = _problem(arguments)
     if problem is not None:
         show_error(problem)
-        return FAILED
-    return run_checked(lambda: _generate(arguments), damage_code=FAILED)
+        return WRONG_INPUT
+    return run_checked(lambda: _generate(arguments), damage_code=WRONG_INPUT)
 
 
 def _problem(arguments: argparse.Namespace) -> str | None:
@@ -146,7 +146,7 @@ def _generate(arguments: argparse.Namespace) -> int:
             f"the GPU's memory is too small: {error}. Expected memory for the model and its "
             f"activations: give a shorter --prompt, --dtype bfloat16, or use {EXPORT_REMEDY}"
         )
-        return FAILED
+        return WRONG_INPUT
     _print(prompts, completions, seconds, as_json=arguments.json)
     return 0
 
@@ -251,8 +251,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
             "titan eval runs in one process. Expected to be started without torchrun: for a model "
             "that needs several GPUs, use titan ckpt export, then lm_eval with its backend vllm"
         )
-        return FAILED
-    return run_checked(lambda: _evaluate(arguments), damage_code=FAILED)
+        return WRONG_INPUT
+    return run_checked(lambda: _evaluate(arguments), damage_code=WRONG_INPUT)
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:

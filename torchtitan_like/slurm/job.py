@@ -1,15 +1,32 @@
-"""Decide what a Slurm job does before and after its run, from the run directory."""
+"""Decide what a Slurm job does before and after its run, from the run directory.
+
+train.slurm calls this program with a resolved configuration on standard input, such as
+    python -m torchtitan_like.slurm.job before < outputs/config.toml
+    python -m torchtitan_like.slurm.job after 0 75 < outputs/config.toml
+
+before  Prints the step to continue from (0: a new run), or `none` if the last step is done or the
+        kill switch exists. Removes the exit.json of an earlier attempt. Returns 0.
+after   Prints the exit code of the job: the code in exit.json, or else 1. Returns 0 if the job is
+        over, and 75 if it should be queued again. Variables: REQUEUE, MAX_STALLED_STARTS,
+        SLURM_JOB_ID, SLURM_ARRAY_JOB_ID.
+
+Both return 2 for wrong arguments, 78 for wrong input, and 74 for an unreadable file.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.util.exit_codes import CRASH, WORTH_A_RETRY, ExitCode
-from torchtitan_like.util.output import show_error
+from torchtitan_like.util.exit_codes import CRASH, WORTH_A_RETRY, WRONG_INPUT, ExitCode
+from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
 from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config, read_exit
 
@@ -88,8 +105,9 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
     """Return the run's exit code, and a phrase that names its source."""
-    # A rank rejected the configuration. Another rank that waited may have written exit.json.
-    if srun_code == ExitCode.BAD_CONFIG:
+    # A rank rejected the arguments or the configuration. Another rank that waited may have written
+    # exit.json.
+    if srun_code in (WRONG_INPUT, ExitCode.BAD_CONFIG):
         return srun_code, f"code {srun_code}"
     try:
         code = read_exit(folder).code
@@ -162,3 +180,33 @@ def _write_starts(folder: Path, num_stalled: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"job": os.environ.get("SLURM_JOB_ID"), "stalled_starts": num_stalled})
     (folder / STARTS).write_text(text + "\n", encoding="utf-8")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the program. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_like.slurm.job",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verbs.add_parser("before", help="print the step to continue from")
+    child = verbs.add_parser("after", help="decide whether the job is queued again")
+    child.add_argument("step", type=int, metavar="STEP", help="what `before` printed")
+    child.add_argument("code", type=int, metavar="CODE", help="the exit code of srun")
+    arguments = parser.parse_args(words)
+    try:
+        config = read_job_config(sys.stdin)
+        if arguments.verb == "before":
+            return before(config)
+        return after(config, arguments.step, arguments.code)
+    except ValueError as error:
+        show_problem(error)
+        return int(ExitCode.BAD_CONFIG)
+    except (CheckpointError, OSError) as error:
+        show_problem(error)
+        return int(ExitCode.STORAGE)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -11,6 +11,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 # so a script cannot find its own folder.
 FOLDER_OF_SCRIPTS = "/folder/of/these/scripts"
 FOLDER_OF_TITAN = "/folder/of/titan"
+PYTHON_OF_TITAN = "/python/of/titan"
 
 
 def write_scripts(folder: Path) -> list[Path]:
@@ -30,6 +31,7 @@ def write_scripts(folder: Path) -> list[Path]:
         text = template.read_text(encoding="utf-8")
         text = text.replace(FOLDER_OF_SCRIPTS, shlex.quote(str(folder.absolute())))
         text = text.replace(FOLDER_OF_TITAN, shlex.quote(str(Path(sys.executable).parent)))
+        text = text.replace(PYTHON_OF_TITAN, shlex.quote(sys.executable))
         target.write_text(text, encoding="utf-8")
         if text.startswith("#!"):  # a wheel may have lost the mode
             target.chmod(target.stat().st_mode | 0o111)

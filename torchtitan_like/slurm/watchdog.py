@@ -1,10 +1,21 @@
-"""Observe a run from outside: its job, its log, and its disk."""
+"""Observe a run from outside, from a batch job or cron: its job, its log, and its disk.
+
+    python -m torchtitan_like.slurm.watchdog log outputs/metrics.jsonl --max-silence 60
+
+Prints one line. Returns 0 if all is well, 1 for an alert, and 2 if it cannot be determined.
+--free-command is a site's quota tool. Many file systems slow down from 80 % on: leave room.
+--notify is a command such as `mail -s training you@example.org` or
+`python DIR/notify.py --webhook`.
+"""
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import subprocess
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +26,12 @@ from torchtitan_like.report.disk import (
     free_space,
     newest_checkpoint,
 )
+from torchtitan_like.slurm.templates.notify import run_command
+from torchtitan_like.util.exit_codes import WRONG_INPUT
+from torchtitan_like.util.output import show_problem
 from torchtitan_like.util.units import GIB
+
+ALERT = 1
 
 
 @dataclass(frozen=True)
@@ -103,3 +119,83 @@ def space_of_command(command: str) -> Space:
             "inodes]. Correct --free-command."
         )
     return Space(int(numbers[0]), int(numbers[1]) if len(numbers) == 2 else None)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Observe once, and notify. Returns the exit code."""
+    arguments = _parser().parse_args(words)
+    try:
+        return _report(_observe(arguments), arguments)
+    except (OSError, ValueError) as error:
+        show_problem(error)
+        return WRONG_INPUT
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_like.slurm.watchdog",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--log", type=Path, metavar="FILE", help="also append each line to FILE")
+    common.add_argument("--notify", metavar="COMMAND", help="gets an alert on its standard input")
+    common.add_argument(
+        "--dry-run", action="store_true", help="print the notify command, do not run it"
+    )
+    kinds = parser.add_subparsers(dest="kind", required=True)
+    job = kinds.add_parser("job", parents=[common], help="is a job running or queued?")
+    job.add_argument("name", help="the job's name (sbatch --job-name)")
+    log = kinds.add_parser("log", parents=[common], help="has a file grown recently?")
+    log.add_argument("file", type=Path)
+    log.add_argument("--max-silence", type=float, default=30, metavar="MINUTES")
+    disk = kinds.add_parser("disk", parents=[common], help="is there room for checkpoints?")
+    disk.add_argument("path", type=Path, nargs="+", help="a run's folder, or any on the disk")
+    disk.add_argument("--min-free-gib", type=float, default=0, metavar="N")
+    disk.add_argument("--min-free-inodes", type=int, default=0, metavar="N")
+    disk.add_argument("--min-saves", type=int, default=0, metavar="N", help="checkpoints that fit")
+    disk.add_argument(
+        "--min-days", type=float, default=0, metavar="N", help="days of checkpoints that fit"
+    )
+    disk.add_argument(
+        "--free-command", metavar="COMMAND", help="prints the free bytes [and free inodes]"
+    )
+    disk.add_argument("--quota-gib", type=float, metavar="N", help="GiB that each path may contain")
+    return parser
+
+
+def _observe(arguments: argparse.Namespace) -> list[Observation]:
+    if arguments.kind == "job":
+        return [observe_job(arguments.name)]
+    if arguments.kind == "log":
+        return [observe_log(arguments.file, arguments.max_silence, time.time())]
+    limits = Limits(
+        free_gib=arguments.min_free_gib,
+        free_inodes=arguments.min_free_inodes,
+        checkpoints=arguments.min_saves,
+        days=arguments.min_days,
+    )
+    return [
+        observe_disk(path, limits, arguments.free_command, arguments.quota_gib)
+        for path in arguments.path
+    ]
+
+
+def _report(observations: Sequence[Observation], arguments: argparse.Namespace) -> int:
+    lines = [("ALERT " if one.is_alert else "") + one.message for one in observations]
+    print("\n".join(lines))
+    if arguments.log is not None:
+        now = time.strftime("%F %T")
+        with open(arguments.log, "a", encoding="utf-8") as log:
+            log.writelines(f"{now} watchdog {line}\n" for line in lines)
+    alerts = [one.message for one in observations if one.is_alert]
+    if alerts and arguments.notify:
+        if arguments.dry_run:
+            print(f"would run: {arguments.notify}")
+        else:
+            run_command(arguments.notify, "\n".join(alerts))
+    return ALERT if alerts else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import ClassVar
 
 KILLED = 128 + 9  # a shell's code of a process that SIGKILL has ended; the system kills so, too
+WRONG_INPUT = 2  # of a command line or of a file that it names; argparse returns it too
 CRASH = 1  # any error that the ranks did not agree on; without an exit.json
 
 

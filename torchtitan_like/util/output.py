@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+from torchtitan_like.util.files import describe_os_error
+
 # Control characters except tab and newline, with which a file could change the terminal, and bytes
 # of file names that are not UTF-8, which no stream can encode.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
@@ -112,6 +114,11 @@ def show(text: str) -> None:
 def show_error(text: str, end: str = "\n") -> None:
     """Print lines on stderr. Does nothing if its reader has ended or its disk is full."""
     _print(text, sys.stderr, end)
+
+
+def show_problem(error: Exception) -> None:
+    """Print the message of an expected error on stderr."""
+    show_error(describe_os_error(error) if isinstance(error, OSError) else str(error))
 
 
 def flush_or_discard(stream: TextIO) -> None:

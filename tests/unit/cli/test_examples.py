@@ -103,10 +103,7 @@ TESTED_ELSEWHERE = (
     "eval",  # tests/integration/test_evaluation.py
     "node check",
     "node bench",  # tests/unit/node/test_node.py
-    "slurm init",
-    "slurm watchdog",
-    "slurm before",
-    "slurm after",  # tests/unit/slurm/test_commands.py
+    "slurm init",  # tests/unit/slurm/test_commands.py
 )
 
 
@@ -142,14 +139,14 @@ PRINTING = (
     *("config ls", "config show"),
     *("check", "help", "plan", "ckpt ls", "ckpt show", "ckpt verify", "ckpt diff"),
     *("ckpt interval", "data show", "run ls", "run watch", "run compare", "node check"),
-    *("slurm before", "slurm after", "generate"),
+    "generate",
 )
 # Commands that write files, or train.
 WRITING = (
     *("train", "config copy", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("run plot", "lighthouse"),
-    *("run stop", "eval", "node bench", "slurm init", "slurm watchdog", "plan search"),
+    *("run stop", "eval", "node bench", "slurm init", "plan search"),
     "plan calibrate",
 )
 PRINTING_OF_PLANS = ("plan compare",)  # needs a run with a plan

@@ -52,7 +52,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (f"data tokenize corpus.jsonl --tokenizer tokenizer --output {LOCKED}/tokens", RIGHTS),
         (f"data tiny tokenizer tokenizer {LOCKED}/tiny", RIGHTS),
         (f"data train-tokenizer --input corpus.jsonl --output {LOCKED}/tokenizer", RIGHTS),
-        ("slurm watchdog disk /nowhere", r"/nowhere: No such file or directory\."),
         ("ckpt ls /nowhere", r"/nowhere: No such file or directory\."),
         ("ckpt ls file", r"file: Not a directory\."),
     ],

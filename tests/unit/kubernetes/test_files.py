@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from tests.harness.runner import ROOT
-from torchtitan_like.cli import COMMANDS, USAGE_ERROR, executable_commands, parse
+from torchtitan_like.cli import COMMANDS, executable_commands, parse
 from torchtitan_like.config import JobConfig
-from torchtitan_like.util.exit_codes import WORTH_A_RETRY, ExitCode
+from torchtitan_like.util.exit_codes import WORTH_A_RETRY, WRONG_INPUT, ExitCode
 
 FOLDER = ROOT / "docs/examples/kubernetes"
 
@@ -75,7 +75,7 @@ def test_the_policy_agrees_with_the_exit_codes(
         assert rule["onExitCodes"]["operator"] == "In"
     final = {int(code) for code in ExitCode} - {*WORTH_A_RETRY, ExitCode.DONE}
     assert fail["action"] == "FailJob"
-    assert set(fail["onExitCodes"]["values"]) == final | {USAGE_ERROR}
+    assert set(fail["onExitCodes"]["values"]) == final | {WRONG_INPUT}
     assert ignore["action"] == "Ignore"
     assert ignore["onExitCodes"]["values"] == [ExitCode.LOST_PEER, ExitCode.REQUEUE]
     assert disruption == {
@@ -116,20 +116,26 @@ def test_the_node_rank_is_the_index_of_the_pod(pod: dict[str, Any]) -> None:
 
 
 def write_titan(folder: Path) -> str:
-    """Write a `titan` that prints how it was called. Its `slurm before` prints $STEP."""
-    fake = folder / "bin/titan"
-    fake.parent.mkdir()
-    fake.write_text(
+    """Write a `titan` that prints how it was called, and a `python` that prints $STEP."""
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "titan").write_text(
         """#!/bin/sh
-case "$1 $2" in
-  "check "*) echo "config of $*"; exit "${CHECK:-0}" ;;
-  "slurm before") grep -q "config of check llama3_8b.toml" && echo "$STEP" ;;
+case "$1" in
+  check) echo "config of $*"; exit "${CHECK:-0}" ;;
   *) echo "$NNODES $NODE_RANK $NGPU $MASTER_ADDR $*" ;;
 esac
 """
     )
-    fake.chmod(0o755)
-    return f"{fake.parent}:/usr/bin:/bin"
+    (programs / "python").write_text(
+        """#!/bin/sh
+[ "$*" = "-m torchtitan_like.slurm.job before" ] || exit 3
+grep -q "config of check llama3_8b.toml" && echo "$STEP"
+"""
+    )
+    for program in programs.iterdir():
+        program.chmod(0o755)
+    return f"{programs}:/usr/bin:/bin"
 
 
 @pytest.mark.parametrize(

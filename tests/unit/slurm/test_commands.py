@@ -1,4 +1,4 @@
-"""`titan slurm init|before|after`: the written scripts, and the examples in the help."""
+"""`titan slurm init` and the program that train.slurm calls: their files, and their examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ import pytest
 from tests.harness.examples import example_words
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
-from torchtitan_like.slurm.scaffold import FOLDER_OF_SCRIPTS, FOLDER_OF_TITAN, TEMPLATES
+from torchtitan_like.slurm import job, watchdog
+from torchtitan_like.slurm.scaffold import (
+    FOLDER_OF_SCRIPTS,
+    FOLDER_OF_TITAN,
+    PYTHON_OF_TITAN,
+    TEMPLATES,
+)
 
 CONFIG = """[job]
 dump_folder = "outputs"
@@ -28,22 +34,19 @@ kill_switch_path = "KILL"
 """
 
 
-def example(verb: str) -> list[str]:
-    return example_words(f"slurm {verb}")
-
-
 def test_init_writes_all_scripts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(example("init")) == 0
+    assert main(example_words("slurm init")) == 0
     folder = tmp_path / "slurm"
     names = {path.name for path in TEMPLATES.iterdir() if path.is_file()} - {"__init__.py"}
     assert {path.name for path in folder.iterdir()} == names
     assert capsys.readouterr().out.split() == [f"slurm/{name}" for name in sorted(names)]
     for path in folder.iterdir():
         text = path.read_text()
-        assert FOLDER_OF_SCRIPTS not in text and FOLDER_OF_TITAN not in text
+        for word in (FOLDER_OF_SCRIPTS, FOLDER_OF_TITAN, PYTHON_OF_TITAN):
+            assert word not in text
         assert "scripts/slurm" not in text and "run_train.sh" not in text, (
             "expected no path of the repository"
         )
@@ -100,6 +103,14 @@ def run_script(path: Path, *arguments: str, **variables: str) -> subprocess.Comp
     )
 
 
+def example(verb: str) -> list[str]:
+    """Return the arguments of the example of `before` or `after`."""
+    [line] = [line for line in str(job.__doc__).splitlines() if f"slurm.job {verb}" in line]
+    arguments, _, source = line.partition(" < ")
+    assert source == "outputs/config.toml"
+    return arguments.split()[3:]
+
+
 @pytest.mark.parametrize(("verb", "code", "output"), [("before", 0, "0\n"), ("after", 75, "1\n")])
 def test_examples_of_before_and_after_work(
     verb: str,
@@ -114,9 +125,7 @@ def test_examples_of_before_and_after_work(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
-    *arguments, redirection, _ = example(verb)
-    assert redirection == "<"
-    assert main(arguments) == code
+    assert job.main(example(verb)) == code
     assert capsys.readouterr().out == output
 
 
@@ -142,8 +151,7 @@ def test_other_input_than_a_configuration_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-    *arguments, _, _ = example(verb)
-    assert main(arguments) == 78
+    assert job.main(example(verb)) == 78
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith("The standard input is not a resolved configuration: ")
@@ -157,8 +165,7 @@ def test_a_limit_of_starts_that_is_not_a_number_is_refused(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MAX_STALLED_STARTS", "many")
     monkeypatch.setattr(sys, "stdin", io.StringIO(CONFIG))
-    *arguments, _, _ = example(verb)
-    assert main(arguments) == 78
+    assert job.main(example(verb)) == 78
     assert capsys.readouterr().err.startswith(
         "MAX_STALLED_STARTS is 'many'. Expected a number of starts"
     )
@@ -168,4 +175,5 @@ def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.chdir(tmp_path)
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs/metrics.jsonl").touch()
-    assert main(example("watchdog")) == 0
+    [line] = [line for line in str(watchdog.__doc__).splitlines() if "python -m" in line]
+    assert watchdog.main(line.split()[3:]) == 0

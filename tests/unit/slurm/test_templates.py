@@ -45,6 +45,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
     monkeypatch.setenv("FAKE_OUTPUT", "")
     monkeypatch.setenv("SCRIPTS", str(TEMPLATES))
+    monkeypatch.setenv("PYTHON", sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for name in [
         name
@@ -424,6 +425,7 @@ def test_the_kill_switch_starts_nothing(config, capsys, tmp_path) -> None:
         (None, 137, 1, True),
         (None, 0, 1, True),
         (None, 78, 78, False),
+        (None, 2, 2, False),  # wrong arguments
         (75, 78, 78, False),  # one rank refused the config, then rank 0 was stopped
     ],
 )
@@ -478,12 +480,20 @@ def test_a_malformed_count_of_starts_is_zero(config, text: str) -> None:
 def test_a_job_is_queued_again_only_by_decision(
     slurm: Path, tmp_path: Path, decision: int, output: str, code: int, is_requeued: bool
 ) -> None:
-    """If `titan slurm after` fails, the job must not start forever."""
-    (tmp_path / "bin/titan").write_text(
-        f'#!/bin/sh\n[ "$2" != before ] || echo 0\n[ "$2" != after ] || {{ echo {output}; exit {decision}; }}\n'
+    """If the decision fails, the job must not start forever."""
+    python = tmp_path / "bin/python"
+    python.write_text(
+        f'#!/bin/sh\n[ "$3" != before ] || echo 0\n[ "$3" != after ] || {{ echo {output}; exit {decision}; }}\n'
     )
+    python.chmod(0o755)
+    (tmp_path / "bin/titan").write_text("#!/bin/sh\n")
     done = bash(
-        "train.slurm", "--job.config_file", "x.toml", SLURM_JOB_ID="7", FAKE_OUTPUT="echo RUNNING"
+        "train.slurm",
+        "--job.config_file",
+        "x.toml",
+        SLURM_JOB_ID="7",
+        FAKE_OUTPUT="echo RUNNING",
+        PYTHON=str(python),
     )
     assert done.returncode == code, done.stderr
     assert ("scontrol requeue 7" in slurm.read_text().splitlines()) == is_requeued

@@ -1,4 +1,4 @@
-"""`titan slurm watchdog`: conditions of alerts, and notifications."""
+"""The watchdog: conditions of alerts, and notifications."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.cli import main
 from torchtitan_like.report.disk import newest_checkpoint
 from torchtitan_like.slurm import watchdog
 
@@ -96,15 +95,13 @@ def test_a_log_that_does_not_grow_is_an_alert(run: Path) -> None:
 )
 def test_low_disk_space_is_an_alert(run: Path, options: list[str], is_alert: bool) -> None:
     free = ["--free-command", f"echo {2 * 2**30} 100"]
-    assert main(["slurm", "watchdog", "disk", str(run), *free, *options]) == is_alert
+    assert watchdog.main(["disk", str(run), *free, *options]) == is_alert
 
 
 def test_free_space_is_reported_in_checkpoints_and_days(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert (
-        main(["slurm", "watchdog", "disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
-    )
+    assert watchdog.main(["disk", str(run), "--free-command", f"echo {24 * 24_576}"]) == 0
     assert (
         "24 checkpoints left (at least 0), 1.0 days of checkpoints left" in capsys.readouterr().out
     )
@@ -113,13 +110,18 @@ def test_free_space_is_reported_in_checkpoints_and_days(
 def test_an_alert_is_sent_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     missing = ["log", str(tmp_path / "nowhere"), "--log", str(tmp_path / "main.log")]
     received = tmp_path / "received"
-    assert main(["slurm", "watchdog", *missing, "--notify", f"cat >{received}"]) == 1
+    assert watchdog.main([*missing, "--notify", f"cat >{received}"]) == 1
     assert received.read_text() == f"log {tmp_path / 'nowhere'}: it does not exist"
     assert "watchdog ALERT log" in (tmp_path / "main.log").read_text()
-    assert main(["slurm", "watchdog", *missing, "--notify", f"rm {received}", "--dry-run"]) == 1
+    assert watchdog.main([*missing, "--notify", f"rm {received}", "--dry-run"]) == 1
     assert received.exists() and f"would run: rm {received}" in capfd.readouterr().out
-    assert main(["slurm", "watchdog", *missing, "--notify", "false"]) == 2
+    assert watchdog.main([*missing, "--notify", "false"]) == 2
     assert "false returned 1" in capfd.readouterr().err
+
+
+def test_what_cannot_be_determined_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    assert watchdog.main(["disk", "/nowhere"]) == 2
+    assert "/nowhere: No such file or directory. Expected" in capsys.readouterr().err
 
 
 def test_a_concurrently_deleted_checkpoint_is_ignored(

@@ -2,7 +2,7 @@
 
     echo "the run hangs" | python DIR/notify.py --mail you@example.org --webhook
     python DIR/notify.py "the run hangs" --command "wall"
-    titan slurm watchdog job train --notify "python DIR/notify.py --webhook"
+    python -m torchtitan_like.slurm.watchdog job train --notify "python DIR/notify.py --webhook"
 
 --webhook posts {"text": ...} to the address in NOTIFY_WEBHOOK, as Slack, Mattermost and others
 accept it. --mail uses sendmail, or the server in SMTP_HOST (host or host:port, default 587):
