@@ -219,7 +219,7 @@ def load_for_ranks(
                     shown = report(warnings)
                     show_error(shown)
     except ConfigError as error:
-        raise LaunchError(str(error)) from error
+        raise LaunchError(str(error), ExitCode.BAD_CONFIG) from error
     return config, handover.encode(config, loaded.problems)
 
 

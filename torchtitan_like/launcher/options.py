@@ -9,27 +9,49 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_like.launcher.machine import Machine
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import CRASH, WRONG_INPUT
 
 DEFAULT_PORT = "29500"
 AUTO = "auto"
 NUM_CPU_RANKS = 2  # of "auto", on a machine without GPUs
 
 
+class LaunchError(Exception):
+    """The ranks cannot be started. ``code`` is the exit code."""
+
+    def __init__(self, message: str, code: int = WRONG_INPUT) -> None:
+        super().__init__(message)
+        self.code = int(code)
+
+
 class Option(NamedTuple):
-    """An option: `--name` on the command line, else ``variable`` in the environment."""
+    """An option: `--name` on the command line, else ``variable`` in the environment.
+
+    ``pattern``: a regular expression of all valid values, which ``expected`` describes.
+    """
 
     name: str
     variable: str
     metavar: str
     help: str
+    pattern: str = ".*"
+    expected: str = ""
 
     @property
     def key(self) -> str:
         """Name of the value: `log_rank` for `--log-rank`."""
         return self.name.replace("-", "_")
 
+    def check(self, value: str) -> None:
+        """Raise LaunchError if `value` is neither empty nor valid."""
+        if value and not re.fullmatch(self.pattern, value):
+            raise LaunchError(
+                f"{self.variable}={value!r} (--{self.name}) is not valid. "
+                f"Expected {self.expected}. Correct it."
+            )
 
+
+POSITIVE = "[1-9][0-9]{0,8}"
 OPTIONS = (
     Option(
         "nproc",
@@ -37,19 +59,50 @@ OPTIONS = (
         "N",
         "ranks on this machine; auto: one per GPU, or 2 without GPUs; "
         "default: 1, and auto on several machines",
+        f"{POSITIVE}|{AUTO}",
+        f"an integer above 0, or {AUTO}",
     ),
     Option(
-        "nnodes", "NNODES", "N", "machines, or MIN:MAX for a run that continues with fewer or more"
+        "nnodes",
+        "NNODES",
+        "N",
+        "machines, or MIN:MAX for a run that continues with fewer or more",
+        f"{POSITIVE}(:{POSITIVE})?",
+        "an integer above 0, or two as MIN:MAX",
     ),
-    Option("node-rank", "NODE_RANK", "N", "number of this machine; default: in order of arrival"),
+    Option(
+        "node-rank",
+        "NODE_RANK",
+        "N",
+        "number of this machine; default: in order of arrival",
+        "[0-9]{1,9}",
+        "an integer from 0",
+    ),
     Option("master-addr", "MASTER_ADDR", "HOST", "address of one machine; the same on all of them"),
-    Option("master-port", "MASTER_PORT", "PORT", f"port on that machine; default: {DEFAULT_PORT}"),
+    Option(
+        "master-port",
+        "MASTER_PORT",
+        "PORT",
+        f"port on that machine; default: {DEFAULT_PORT}",
+        "[0-9]{1,5}",
+        "a number of a port",
+    ),
     Option("rdzv-id", "RDZV_ID", "NAME", "name of the run at that port; default: torchtitan_like"),
     Option(
-        "max-restarts", "MAX_RESTARTS", "N", "restarts of all ranks after a rank died; default: 0"
+        "max-restarts",
+        "MAX_RESTARTS",
+        "N",
+        "restarts of all ranks after a rank died; default: 0",
+        "[0-9]{1,9}",
+        "an integer, 0 or more",
     ),
     Option(
-        "log-rank", "LOG_RANK", "RANKS", "local ranks whose output is shown, as 0,1; default: 0"
+        "log-rank",
+        "LOG_RANK",
+        "RANKS",
+        "local ranks whose output is shown, as 0,1; default: 0",
+        "[0-9]{1,9}(,[0-9]{1,9})*",
+        "ranks of this machine, with commas between them",
     ),
     Option(
         "log-prefix",
@@ -57,12 +110,16 @@ OPTIONS = (
         "WHAT",
         "start of each line: rank, host or digits (of the host name); default: rank on one "
         "machine, else host",
+        "rank|host|digits",
+        "rank, host or digits",
     ),
     Option(
         "numa-binding",
         "NUMA_BINDING",
         "WHAT",
         "keep each rank on cores near its GPU: node, socket, exclusive or core-complex",
+        "node|socket|exclusive|core-complex",
+        "node, socket, exclusive or core-complex",
     ),
     Option("nccl-debug-to", "NCCL_DEBUG_TO", "DIR", "folder for NCCL's log, one file per process"),
     Option(
@@ -72,14 +129,6 @@ OPTIONS = (
         "file of GPU UUIDs, one per line, that must not be used",
     ),
 )
-
-
-class LaunchError(Exception):
-    """The ranks cannot be started. ``code`` is the exit code."""
-
-    def __init__(self, message: str, code: ExitCode | int = ExitCode.BAD_CONFIG) -> None:
-        super().__init__(message)
-        self.code = int(code)
 
 
 @dataclass(frozen=True)
@@ -115,22 +164,17 @@ def read_options(
         option.key: arguments.get(option.key) or environ.get(option.variable, "")
         for option in OPTIONS
     }
+    for option in OPTIONS:
+        option.check(given[option.key])
     nnodes = given["nnodes"] or "1"
     min_nodes, _, most = nnodes.partition(":")
-    max_nodes = most if ":" in nnodes else min_nodes
-    bounds = _num_nodes(min_nodes, nnodes), _num_nodes(max_nodes, nnodes)
+    bounds = int(min_nodes), int(most or min_nodes)
     if bounds[0] > bounds[1]:
         raise LaunchError(
             f"NNODES={nnodes} (--nnodes) has a minimum above its maximum. Expected MIN:MAX. "
             "Swap them."
         )
     num_ranks = _num_ranks(given["nproc"], bounds[1], machine)
-    max_restarts = given["max_restarts"] or "0"
-    if not max_restarts.isdecimal():
-        raise LaunchError(
-            f"MAX_RESTARTS={max_restarts!r} (--max-restarts) is not valid. Expected an integer, 0 or "
-            "more. Correct it."
-        )
     if given["numa_binding"] and machine.num_gpus == 0:
         raise LaunchError(
             f"NUMA_BINDING={given['numa_binding']} binds ranks to the CPU cores near their GPUs. "
@@ -141,7 +185,7 @@ def read_options(
         num_ranks=num_ranks,
         min_nodes=bounds[0],
         max_nodes=bounds[1],
-        max_restarts=int(max_restarts),
+        max_restarts=int(given["max_restarts"] or 0),
         log_rank=_log_rank(given["log_rank"] or "0", num_ranks),
         role=_role(given["log_prefix"] or ("rank" if bounds[1] == 1 else "host"), machine.host),
         rendezvous=_rendezvous(given, nnodes, *bounds),
@@ -166,7 +210,7 @@ def refuse_known_bad(machine: Machine, path: str) -> None:
         raise LaunchError(
             f"{machine.host} has known bad GPUs: {', '.join(bad)}. Expected none of those in "
             f"{path}, so nothing was started. Use another machine, or correct the list.",
-            code=1,
+            CRASH,
         )
 
 
@@ -193,45 +237,20 @@ def _num_ranks(nproc: str, num_nodes: int, machine: Machine) -> int:
     nproc = nproc or (AUTO if num_nodes > 1 else "1")
     if nproc == AUTO:
         return machine.num_gpus or NUM_CPU_RANKS
-    if not _is_positive(nproc):
-        raise LaunchError(
-            f"NGPU={nproc!r} (--nproc) is not valid. Expected an integer above 0, or {AUTO}. "
-            "Correct it."
-        )
     return int(nproc)
 
 
-def _num_nodes(text: str, nnodes: str) -> int:
-    if not _is_positive(text):
-        raise LaunchError(
-            f"NNODES={nnodes!r} (--nnodes) is not valid. Expected an integer above 0, or two as "
-            "MIN:MAX. Correct it."
-        )
-    return int(text)
-
-
-def _is_positive(text: str) -> bool:
-    return re.fullmatch(r"[1-9][0-9]{0,8}", text) is not None
-
-
 def _log_rank(text: str, num_ranks: int) -> str:
-    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text) or any(
-        int(rank) >= num_ranks for rank in text.split(",")
-    ):
+    if any(int(rank) >= num_ranks for rank in text.split(",")):
         raise LaunchError(
-            f"LOG_RANK={text!r} (--log-rank) is not valid. Expected ranks of this machine, 0 to "
-            f"{num_ranks - 1}, with commas between them. Correct the list."
+            f"LOG_RANK={text} (--log-rank) names a rank that does not exist. "
+            f"Expected ranks of this machine, 0 to {num_ranks - 1}. Correct the list."
         )
     return text
 
 
 def _role(prefix: str, host: str) -> str:
     roles = {"rank": "rank", "host": f"{host}:", "digits": re.sub(r"[^0-9]", "", host) + ":"}
-    if prefix not in roles:
-        raise LaunchError(
-            f"LOG_PREFIX={prefix!r} (--log-prefix) is not valid. Expected rank, host or digits. "
-            "Choose one."
-        )
     return roles[prefix]
 
 

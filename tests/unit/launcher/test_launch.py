@@ -490,15 +490,15 @@ def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
         ({"NGPU": "0"}, "NGPU='0' (--nproc) is not valid."),
         (
             {"LOG_RANK": "abc"},
-            "LOG_RANK='abc' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+            "LOG_RANK='abc' (--log-rank) is not valid. Expected ranks of this machine, with commas",
         ),
         (
             {"LOG_RANK": "0 1"},
-            "LOG_RANK='0 1' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+            "LOG_RANK='0 1' (--log-rank) is not valid. Expected ranks of this machine, with commas",
         ),
         (
             {"LOG_RANK": "0,5"},
-            "LOG_RANK='0,5' (--log-rank) is not valid. Expected ranks of this machine, 0 to 0,",
+            "a rank that does not exist. Expected ranks of this machine, 0 to 0. Correct the list.",
         ),
         (
             {"LOG_PREFIX": "name"},
@@ -506,17 +506,23 @@ def test_restarts_of_one_process_need_torchrun(shell: Shell) -> None:
         ),
         ({"KNOWN_BAD_GPUS": "nowhere"}, "KNOWN_BAD_GPUS: cannot read nowhere"),
         ({"NUMA_BINDING": "node"}, "near their GPUs. Expected a machine with GPUs."),
+        (
+            {"NUMA_BINDING": "core"},
+            "NUMA_BINDING='core' (--numa-binding) is not valid. Expected node, socket,",
+        ),
+        ({"NODE_RANK": "a"}, "NODE_RANK='a' (--node-rank) is not valid. Expected an integer"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT='-1' (--master-port) is not valid."),
     ],
 )
 def test_invalid_variables_are_refused(variables: dict[str, str], text: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read_options({}, variables, MACHINE)
-    assert text in str(caught.value) and caught.value.code == 78
+    assert text in str(caught.value) and caught.value.code == 2
 
 
 def test_an_invalid_option_starts_nothing(shell: Shell) -> None:
     result = shell("--nnodes", "2")
-    assert result.returncode == 78
+    assert result.returncode == 2
     assert (
         result.stderr
         == "NNODES=2 (--nnodes) is set without MASTER_ADDR. Expected the address of one of the "
