@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import OutputError, checked_stdout, open_closed_streams, show_error
-from torchtitan_like.util.suggestions import nearest
+from torchtitan_like.util.suggestions import did_you_mean, nearest
 
 HELP = ("--help", "-h")
 # Shell function that completes file names: `shtab.FILE`.
@@ -325,6 +325,8 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
             target = own if option in options else settings
             if target is own:
                 word = option + equals + value
+            elif "." not in name:
+                parser.error(f"there is no option {name}: {_remedy(name, options)}")
         elif re.fullmatch("-[a-z]", word):  # a short option such as -h or -o; -1 is a value
             target = own
         is_assignment = equals and name.replace(".", "").isidentifier() and not Path(word).exists()
@@ -333,6 +335,13 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
     arguments.settings = settings
     arguments.words = words
     return arguments
+
+
+def _remedy(name: str, options: set[str]) -> str:
+    from torchtitan_like.config.arguments import suggest_key
+
+    similar = did_you_mean(name, options) or suggest_key(name.removeprefix("--"))
+    return similar or "--help lists the options"
 
 
 def _option_names(parser: argparse.ArgumentParser) -> set[str]:

@@ -185,7 +185,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shard-gb",
-        type=float,
+        type=positive_number,
         metavar="GB",
         help="maximum GB of weights per file (default: as in the index of the model's assets, "
         "else 5)",
@@ -335,7 +335,7 @@ def configure_consolidate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-threads",
-        type=int,
+        type=positive_int,
         default=5,
         metavar="N",
         help="threads that copy on each rank (default: 5)",

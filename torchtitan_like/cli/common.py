@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.exit_codes import WRONG_INPUT
@@ -18,6 +19,8 @@ from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.run_directory import MANIFEST, find_run
 
 DAMAGED = 1
+
+T = TypeVar("T")
 
 
 def add_json_flag(parser: argparse._ActionsContainer) -> None:
@@ -27,19 +30,38 @@ def add_json_flag(parser: argparse._ActionsContainer) -> None:
 
 def positive_int(text: str) -> int:
     """Parse an integer from 1 to 10^18. Raises argparse.ArgumentTypeError."""
-    if text.isdecimal() and len(text) < 20 and 0 < int(text) <= 10**18:
-        return int(text)
-    expected = "an integer from 1 to 10^18"
-    raise argparse.ArgumentTypeError(f"it is {text[:40]!r}. Expected {expected}: correct it")
+    return parse_value(text, int, lambda n: 0 < n <= 10**18, "an integer from 1 to 10^18")
+
+
+def non_negative_int(text: str) -> int:
+    """Parse an integer from 0 to 10^18. Raises argparse.ArgumentTypeError."""
+    return parse_value(text, int, lambda n: 0 <= n <= 10**18, "an integer from 0 to 10^18")
 
 
 def positive_number(text: str) -> float:
-    """Parse a number above 0. Raises argparse.ArgumentTypeError."""
+    """Parse a finite number above 0. Raises argparse.ArgumentTypeError."""
+    return parse_value(text, float, lambda x: 0 < x < math.inf, "a number above 0")
+
+
+def non_negative_number(text: str) -> float:
+    """Parse a finite number, 0 or more. Raises argparse.ArgumentTypeError."""
+    return parse_value(text, float, lambda x: 0 <= x < math.inf, "a number, 0 or more")
+
+
+def fraction(text: str) -> float:
+    """Parse a number above 0, at most 1. Raises argparse.ArgumentTypeError."""
+    return parse_value(text, float, lambda x: 0 < x <= 1, "a number above 0, at most 1")
+
+
+def parse_value(
+    text: str, parse: Callable[[str], T], is_valid: Callable[[T], bool], expected: str
+) -> T:
+    """Return the value of an argument. Raises argparse.ArgumentTypeError, a usage error."""
     with suppress(ValueError):
-        number = float(text)
-        if 0 < number < math.inf:
-            return number
-    raise argparse.ArgumentTypeError(f"it is {text!r}. Expected a number above 0: correct it")
+        value = parse(text)
+        if is_valid(value):
+            return value
+    raise argparse.ArgumentTypeError(f"it is {text[:40]!r}. Expected {expected}: correct it")
 
 
 def step_path(text: str) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import catch_value_errors
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
-from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
+from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_error
 
 # ---- titan config ls
@@ -133,7 +133,7 @@ def run_help(arguments: argparse.Namespace) -> int:
 
     if (problem := import_module(arguments.custom_import)) is not None:
         show_error(str(problem))
-        return int(ExitCode.BAD_CONFIG)
+        return WRONG_INPUT
     texts = [settings_help(name) for name in arguments.names]
     for name, text in zip(arguments.names, texts, strict=True):
         if not text:

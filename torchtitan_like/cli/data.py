@@ -12,6 +12,8 @@ from pathlib import Path
 from torchtitan_like.cli.common import (
     add_json_flag,
     catch_value_errors,
+    non_negative_int,
+    parse_value,
     positive_int,
     run_checked,
     step_path,
@@ -132,7 +134,7 @@ def configure_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--vocab-size",
-        type=int,
+        type=_vocab_size,
         default=2048,
         metavar="N",
         help="tokens, BOS and EOS included (default: 2048)",
@@ -146,14 +148,14 @@ def configure_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _vocab_size(text: str) -> int:
+    """Parse a number of tokens. Raises argparse.ArgumentTypeError."""
+    expected = f"an integer of at least {MIN_VOCAB_SIZE}"
+    return parse_value(text, int, lambda n: MIN_VOCAB_SIZE <= n < 2**31, expected)
+
+
 def run_train_tokenizer(arguments: argparse.Namespace) -> int:
     """Train the tokenizer. Returns the exit code."""
-    if arguments.vocab_size < MIN_VOCAB_SIZE:
-        show_error(
-            f"--vocab-size is {arguments.vocab_size}. Expected at least {MIN_VOCAB_SIZE}: raise it"
-        )
-        return WRONG_INPUT
-
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.data.text.train_tokenizer import (
         read_texts,
@@ -221,7 +223,9 @@ def _configure_dataset(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--n", type=positive_int, default=10_000, metavar="N", help="documents (default: 10000)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="selects the documents (default: 0)")
+    parser.add_argument(
+        "--seed", type=non_negative_int, default=0, help="selects the documents (default: 0)"
+    )
     parser.add_argument(
         "--format", choices=[*FORMATS, "tokens"], default="auto", help="as in [data.sources]"
     )

@@ -7,7 +7,14 @@ import importlib.util
 import signal
 from pathlib import Path
 
-from torchtitan_like.cli.common import end_rank, positive_int
+from torchtitan_like.cli.common import (
+    end_rank,
+    non_negative_int,
+    non_negative_number,
+    parse_value,
+    positive_int,
+    positive_number,
+)
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error
 
@@ -19,9 +26,15 @@ BAD = 1
 
 def configure_check(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs that must be present")
     parser.add_argument(
-        "--host-memory-gib", type=float, default=0, metavar="N", help="GiB that must be available"
+        "--gpus", type=non_negative_int, metavar="N", help="number of GPUs that must be present"
+    )
+    parser.add_argument(
+        "--host-memory-gib",
+        type=non_negative_number,
+        default=0,
+        metavar="N",
+        help="GiB that must be available",
     )
     parser.add_argument(
         "--known-bad", type=Path, metavar="FILE", help="file of GPU UUIDs that must not be used"
@@ -33,12 +46,16 @@ def configure_check(parser: argparse.ArgumentParser) -> None:
         "--ranks", action="store_true", help="under a launcher: check all ranks together"
     )
     parser.add_argument(
-        "--memory-gib", type=float, default=0, metavar="N", help="GiB that each rank allocates"
+        "--memory-gib",
+        type=non_negative_number,
+        default=0,
+        metavar="N",
+        help="GiB that each rank allocates",
     )
     parser.add_argument("--backend", help="default: nccl on GPUs, else gloo")
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=positive_number,
         default=60,
         metavar="SECONDS",
         help="for ranks to find each other (default: 60)",
@@ -91,22 +108,31 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
         "--sizes",
+        type=_sizes,
         metavar="LIST",
         help="bytes of each rank's float32 tensor, as 32KB,1MiB,4GB; default: 64KB to 4GB, or to "
         "64MB without GPUs",
     )
     parser.add_argument(
-        "--advertised", type=float, metavar="GBPS", help="GB/s of a link in one direction"
+        "--advertised", type=positive_number, metavar="GBPS", help="GB/s of a link in one direction"
     )
     parser.add_argument(
-        "--parts", type=int, default=1, metavar="N", help="also send each size as N tensors"
+        "--parts",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="also send each size as N tensors",
     )
     parser.add_argument(
         "--flags", action="store_true", help="also compare two ways to agree on a yes or no"
     )
     parser.add_argument("--backend", help="default: nccl on GPUs, else gloo")
-    parser.add_argument("--warmup", type=int, default=3, metavar="N", help="(default: 3)")
-    parser.add_argument("--repeat", type=int, default=10, metavar="N", help="(default: 10)")
+    parser.add_argument(
+        "--warmup", type=non_negative_int, default=3, metavar="N", help="(default: 3)"
+    )
+    parser.add_argument(
+        "--repeat", type=positive_int, default=10, metavar="N", help="(default: 10)"
+    )
     parser.epilog = (
         "algbw is bytes / time. busbw is algbw x 2 (n - 1) / n for n ranks: the load of each link.\n"
         "Compare busbw with --advertised; 80 % of it is usual for large tensors. FSDP sends the\n"
@@ -117,19 +143,20 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _sizes(text: str) -> list[int]:
+    """Parse a list of sizes. Raises argparse.ArgumentTypeError."""
+    from torchtitan_like.node.bench import parse_size
+
+    expected = "numbers with KB, MB, GB, KiB, MiB, GiB or nothing, and commas between them"
+    return parse_value(text, lambda sizes: list(map(parse_size, sizes.split(","))), bool, expected)
+
+
 def run_bench(arguments: argparse.Namespace) -> int:
     """Print the table. Returns the exit code."""
-    from torchtitan_like.node.bench import parse_size, run_bench
+    from torchtitan_like.node.bench import run_bench
 
-    sizes = None
-    if arguments.sizes:
-        try:
-            sizes = [parse_size(text) for text in arguments.sizes.split(",")]
-        except ValueError as error:
-            show_error(str(error))
-            return WRONG_INPUT
     run_bench(
-        sizes,
+        arguments.sizes,
         advertised=arguments.advertised,
         num_tensors=arguments.parts,
         measures_flags=arguments.flags,

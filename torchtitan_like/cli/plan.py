@@ -13,6 +13,7 @@ from torchtitan_like.cli.common import (
     add_json_flag,
     catch_value_errors,
     end_rank,
+    fraction,
     names_config,
     positive_int,
     positive_number,
@@ -276,7 +277,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--max-memory",
-        type=positive_number,
+        type=fraction,
         default=0.92,
         metavar="FRACTION",
         help="of a GPU's memory that a layout may use (default: 0.92)",
@@ -325,12 +326,6 @@ def run_search(arguments: argparse.Namespace) -> int:
     if arguments.world_size is None:
         show_error(
             "titan plan search: --world-size is missing. Expected the number of GPUs: give it"
-        )
-        return WRONG_INPUT
-    if arguments.max_memory > 1:
-        show_error(
-            f"--max-memory {arguments.max_memory:g}: expected a fraction of at most 1, such as "
-            "0.92: correct it"
         )
         return WRONG_INPUT
     try:

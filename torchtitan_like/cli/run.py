@@ -70,7 +70,11 @@ def configure_watch(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=run_path, help="the folder of the run (job.dump_folder)")
     parser.add_argument("--once", action="store_true", help="print once and end")
     parser.add_argument(
-        "--every", type=float, default=5, metavar="SECONDS", help="between updates (default: 5)"
+        "--every",
+        type=positive_number,
+        default=5,
+        metavar="SECONDS",
+        help="between updates (default: 5)",
     )
     parser.epilog = (
         "Shows step, loss, speed, memory, time left, disk space in checkpoints, the position of each\n"

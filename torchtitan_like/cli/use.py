@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING
 from torchtitan_like.cli.common import (
     add_import_flag,
     add_json_flag,
+    fraction,
     launched_ranks,
+    non_negative_int,
+    non_negative_number,
     positive_int,
     print_json,
     run_checked,
@@ -54,7 +57,7 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=non_negative_number,
         default=0.8,
         metavar="T",
         help="0 always takes the most likely token (default: 0.8)",
@@ -68,12 +71,14 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--top-p",
-        type=float,
+        type=fraction,
         default=1.0,
         metavar="P",
         help="of these, among the fewest that have probability P together (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the sampling (default: 0)")
+    parser.add_argument(
+        "--seed", type=non_negative_int, default=0, help="of the sampling (default: 0)"
+    )
     add_json_flag(parser)
     add_import_flag(parser)
     parser.epilog = (
@@ -100,24 +105,13 @@ def add_loading_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_generate(arguments: argparse.Namespace) -> int:
     """Print the prompts and their continuations. Returns the exit code."""
-    problem = _problem(arguments)
-    if problem is not None:
-        show_error(problem)
-        return WRONG_INPUT
-    return run_checked(lambda: _generate(arguments), damage_code=WRONG_INPUT)
-
-
-def _problem(arguments: argparse.Namespace) -> str | None:
     if launched_ranks() > 1:
-        return (
+        show_error(
             "titan generate runs in one process. Expected to be started without torchrun: for a "
             "model that needs several GPUs, use titan ckpt export, then vLLM or transformers"
         )
-    if not arguments.temperature >= 0:
-        return f"--temperature is {arguments.temperature:g}. Expected 0 or a number above 0: correct it"
-    if not 0 < arguments.top_p <= 1:
-        return f"--top-p is {arguments.top_p:g}. Expected a number above 0, at most 1: correct it"
-    return None
+        return WRONG_INPUT
+    return run_checked(lambda: _generate(arguments), damage_code=WRONG_INPUT)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -202,7 +196,7 @@ def configure_eval(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-fewshot",
-        type=int,
+        type=non_negative_int,
         metavar="N",
         help="solved examples before each question (default: as the task defines)",
     )
