@@ -447,7 +447,8 @@ IN_TRAINED = {
 # Commands that need no large model, GPU or network. test_replay.py runs `titan run replay`.
 RUNNABLE = (
     *("titan ckpt ", "titan generate ", "titan data show ", "titan plan ", "titan slurm init "),
-    "titan run plot ",
+    "titan run report outputs -o loss.svg",
+    "titan run report outputs_a ",
     *("titan run ls ", "titan run watch ", "titan run compare ", "titan node check --gpus 0"),
 )
 

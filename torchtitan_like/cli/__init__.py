@@ -102,9 +102,10 @@ RUN = (
     Command(
         "run watch", "Inspect", "show the progress of a run and the position of its ranks", "run"
     ),
-    Command("run compare", "Inspect", "find the first step at which two runs differ", "run"),
-    Command("run report", "Inspect", "write a page about one or several runs", "run"),
-    Command("run plot", "Inspect", "draw metrics of one or several runs", "run"),
+    Command("run compare", "Inspect", "compare two runs, or a run with its plan", "run"),
+    Command(
+        "run report", "Inspect", "write a page about one or several runs, or draw curves", "run"
+    ),
     Command(
         "run replay",
         "Inspect",
@@ -130,12 +131,6 @@ PLAN = (
         "find the fastest layouts of a configuration that fit",
         "plan",
         takes_settings=True,
-    ),
-    Command(
-        "plan compare",
-        "Runs",
-        "compare a run with the plan of its configuration",
-        "plan",
     ),
     Command(
         "plan calibrate",

@@ -18,7 +18,6 @@ from torchtitan_like.cli.common import (
     positive_int,
     positive_number,
     print_json,
-    run_path,
     settings_of,
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10  # where stderr is not a terminal
 NOTHING_FITS = 1
-NOT_AS_PLANNED = 1
 MAX_SECONDS = 300
 
 
@@ -156,7 +154,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
         "Runs two steps of the trainer under fake tensors on ranks that do not exist, and prints the\n"
         "memory of a GPU by what it holds, and the time of a step by its parts. Needs no GPU. Returns\n"
         "0 if it fits, 1 if not, 2 for wrong arguments, and 78 for a configuration that cannot work.\n"
-        "A run of X.toml compares itself with X.plan.json (-o). `titan plan compare` does so afterwards.\n"
+        "A run of X.toml compares itself with X.plan.json (-o). `titan run compare` does so afterwards.\n"
         "`titan plan search` finds the fastest layouts that fit.\n\n"
         "example: titan plan debug_model.toml --world-size 2 --gpu h100-80g"
     )
@@ -402,45 +400,6 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     elif not arguments.json:
         print(f"\n{text}", end="")
     return 0
-
-
-# ---- titan plan compare
-
-
-def configure_compare(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument(
-        "run", type=run_path, metavar="RUN", help="the folder of a run (job.dump_folder)"
-    )
-    parser.add_argument(
-        "--plan",
-        type=Path,
-        metavar="FILE",
-        help="a plan file, written by titan plan -o (default: RUN/plan.json)",
-    )
-    add_json_flag(parser)
-    parser.epilog = (
-        "Compares memory and step time of rank 0, from the newest attempt, and lists what each module\n"
-        "keeps in memory. A run does so itself if X.plan.json is next to its X.toml. Reads files only.\n"
-        "Returns 0 if all are within 10 % of the plan, 1 if not, and 2 if there is no plan of this\n"
-        "configuration, or nothing to compare.\n\n"
-        "example: titan plan compare outputs/llama3_8b"
-    )
-
-
-def run_compare(arguments: argparse.Namespace) -> int:
-    """Print the comparison. Returns the exit code."""
-    from torchtitan_like.report.plan_comparison import compare_with_plan
-
-    def action() -> int:
-        comparison = compare_with_plan(arguments.run, arguments.plan)
-        if arguments.json:
-            print_json(comparison.as_json())
-        else:
-            print("\n".join(comparison.lines()))
-        return 0 if comparison.is_within_tolerance else NOT_AS_PLANNED
-
-    return catch_value_errors(action)
 
 
 # ---- titan plan calibrate

@@ -15,9 +15,11 @@ from torchtitan_like.cli.common import (
     run_path,
 )
 from torchtitan_like.util.output import show_error, show_problem
+from torchtitan_like.util.pictures import METADATA, check_picture
 
 DIFFERENT = 1
 DEFAULT_PAGE = Path("report.html")
+AXES = ("step", "tokens", "hours")  # the default first
 NOT_REPRODUCED = 1
 
 
@@ -107,7 +109,12 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "a", type=run_path, metavar="A", help="the folder of a run, or its metrics.jsonl"
     )
-    parser.add_argument("b", type=run_path, metavar="B", help="the other run")
+    parser.add_argument(
+        "b",
+        type=run_path,
+        metavar="B",
+        help="the other run, or a plan of A's configuration, a .json file of titan plan -o",
+    )
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument(
         "--data-only", action="store_true", help="compare the data of each step, not its results"
@@ -123,14 +130,39 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
         "Compares keys that a layout or a restart must not change, to the last bit. For loss and\n"
         "gradient norm it also prints the largest relative difference. Returns 0 if all steps in\n"
         "both runs are equal, 1 if not, and 2 if there is nothing to compare.\n\n"
+        "With a plan: compares memory and step time of rank 0, from the newest attempt, and lists what\n"
+        "each module keeps in memory. A run of X.toml does so itself if X.plan.json is next to it.\n"
+        "Returns 0 if all are within 10 % of the plan, 1 if not, and 2 for a plan of another\n"
+        "configuration, or with nothing to compare.\n\n"
         "example: titan run compare outputs_a outputs_b"
     )
 
 
 def run_compare(arguments: argparse.Namespace) -> int:
     """Print the comparison. Returns the exit code."""
-    action = _compare_environments if arguments.environment else _compare_metrics
+    if arguments.b.suffix == ".json":
+        action = _compare_with_plan
+    elif arguments.environment:
+        action = _compare_environments
+    else:
+        action = _compare_metrics
     return catch_value_errors(lambda: action(arguments))
+
+
+def _compare_with_plan(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.plan_comparison import compare_with_plan
+
+    if arguments.environment or arguments.data_only:
+        raise ValueError(
+            f"{arguments.b} is a plan, which has neither data nor an environment. Expected a run "
+            "with --data-only or --environment. Remove the option."
+        )
+    comparison = compare_with_plan(arguments.a, arguments.b)
+    if arguments.json:
+        print_json(comparison.as_json())
+    else:
+        print("\n".join(comparison.lines()))
+    return 0 if comparison.is_within_tolerance else DIFFERENT
 
 
 def _compare_metrics(arguments: argparse.Namespace) -> int:
@@ -173,7 +205,21 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"the HTML file to write (default: {DEFAULT_PAGE}; none with --json)",
+        help=f"the HTML file to write, or a .svg or .png file with curves (default: {DEFAULT_PAGE}; "
+        "none with --json)",
+    )
+    parser.add_argument(
+        "--metric",
+        action="append",
+        dest="metrics",
+        metavar="KEY",
+        help="of a picture: a key of metrics.jsonl, such as grad_norm or sources.web.loss; repeat it "
+        "for several charts (default: loss)",
+    )
+    parser.add_argument(
+        "--axis",
+        choices=AXES,
+        help=f"of a picture: the horizontal axis (default: {AXES[0]})",
     )
     parser.add_argument(
         "--redact",
@@ -192,15 +238,21 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
         "The page is one file that needs no network: goodput, curves with all events, attempts,\n"
         "checkpoints, settings, warnings and the last error. Several runs are drawn together.\n"
         "Reads files only, also of a damaged or a live run. --every ends when each run has an\n"
-        "exit.json, or with Ctrl-C. Needs the extra `report`; --json does not. Returns 2 if a\n"
-        "folder is not a run.\n\n"
+        "exit.json, or with Ctrl-C. Needs the extra `report`; --json does not.\n"
+        "A picture needs the extra `plot`. Its chart of the loss also has the mean and the validation\n"
+        "losses. The same rows give the same bytes of an SVG file.\n"
+        "Returns 2 if a folder is not a run, or if no run has the metric.\n\n"
         "example: titan run report outputs -o report.html"
     )
 
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the page or print the numbers. Returns the exit code."""
-    action = _print_numbers if arguments.json else _write_pages
+    suffix = (arguments.output or DEFAULT_PAGE).suffix
+    if suffix in METADATA or arguments.metrics or arguments.axis:
+        action = _draw_curves
+    else:
+        action = _print_numbers if arguments.json else _write_pages
     try:
         return catch_value_errors(lambda: action(arguments))
     except KeyboardInterrupt:
@@ -224,6 +276,26 @@ def _print_numbers(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _draw_curves(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.history import read_histories
+    from torchtitan_like.report.plot import plot
+
+    if arguments.redact or arguments.every or arguments.json:
+        raise ValueError(
+            "--redact, --every and --json are options of a page. Expected none of them with a "
+            "picture. Remove them."
+        )
+    picture: Path = arguments.output or DEFAULT_PAGE
+    check_picture(picture)
+    histories = read_histories(arguments.runs, is_redacted=False)
+    for history in histories:
+        for problem in history.run.problems:
+            show_error(f"{history.run.name}: {problem}")
+    plot(histories, arguments.metrics or ["loss"], arguments.axis or AXES[0], picture)
+    print(f"Wrote {picture}")
+    return 0
+
+
 def _write_pages(arguments: argparse.Namespace) -> int:
     from torchtitan_like.report.figures import require_bokeh
     from torchtitan_like.report.watch import write_pages
@@ -235,69 +307,6 @@ def _write_pages(arguments: argparse.Namespace) -> int:
     for num_bytes in sizes:
         print(f"Wrote {page} ({format_bytes(num_bytes)})", flush=True)
     return 0
-
-
-# ---- titan run plot
-
-
-def configure_plot(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument(
-        "runs",
-        type=run_path,
-        nargs="+",
-        metavar="RUN",
-        help="the folder of a run (job.dump_folder)",
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        dest="metrics",
-        metavar="KEY",
-        help="a key of metrics.jsonl, such as grad_norm or sources.web.loss; repeat it for several "
-        "charts (default: loss)",
-    )
-    parser.add_argument(
-        "--axis",
-        choices=("step", "tokens", "hours"),
-        default="step",
-        help="the horizontal axis (default: step)",
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        type=Path,
-        metavar="FILE",
-        default=Path("plot.svg"),
-        help="the .svg or .png file to write (default: plot.svg)",
-    )
-    parser.epilog = (
-        "Several runs are drawn together. The chart of the loss also has its mean and the validation\n"
-        "losses. Reads files only, also of a damaged or a live run. The same rows give the same bytes\n"
-        "of an SVG file. Needs the extra `plot`. Returns 2 if a folder is not a run, or if no run has\n"
-        "the metric.\n\n"
-        "example: titan run plot outputs --metric loss -o loss.svg"
-    )
-
-
-def run_plot(arguments: argparse.Namespace) -> int:
-    """Write the picture. Returns the exit code."""
-    from torchtitan_like.util.pictures import check_picture
-
-    def action() -> int:
-        check_picture(arguments.output)
-        from torchtitan_like.report.history import read_histories
-        from torchtitan_like.report.plot import plot
-
-        histories = read_histories(arguments.runs, is_redacted=False)
-        for history in histories:
-            for problem in history.run.problems:
-                show_error(f"{history.run.name}: {problem}")
-        plot(histories, arguments.metrics or ["loss"], arguments.axis, arguments.output)
-        print(f"Wrote {arguments.output}")
-        return 0
-
-    return catch_value_errors(action)
 
 
 # ---- titan run replay

@@ -67,7 +67,7 @@ class PlanCheck:
         if any(abs(each.share) > TOLERANCE for each in compared):
             logger.warning(
                 f"This run is not as planned for {self._plan.gpu}: "
-                f"{'; '.join(map(str, compared))}. `titan plan compare` shows both"
+                f"{'; '.join(map(str, compared))}. `titan run compare` shows both"
             )
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torchtitan_like.report.recorded import measured_modules, measured_steps, read_run
 from torchtitan_like.util.plan_file import (
-    PLAN,
     TOLERANCE,
     Deviation,
     Measured,
@@ -44,20 +43,20 @@ class PlanComparison:
         return not any(abs(each.share) > TOLERANCE for each in self.deviations)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what `titan plan compare --json` prints."""
+        """Return what `titan run compare --json` prints."""
         both = {"planned_modules": self.plan.modules, "modules": self.modules}
         return {**event_fields(self.plan, self.measured), **both}
 
     def lines(self) -> list[str]:
-        """Return what `titan plan compare` prints."""
+        """Return what `titan run compare` prints."""
         lines = [f"Plan for {self.plan.gpu} ({self.path})", *map(str, self.deviations)]
         if self.measured.reserved is None:
             lines.append("Memory is not compared: the run did not measure a GPU's allocator")
         return [*lines, *module_table(self.plan.modules, self.modules)]
 
 
-def compare_with_plan(run: Path, path: Path | None = None) -> PlanComparison:
-    """Compare the newest attempt of a run with a plan file (default: in the run's folder).
+def compare_with_plan(run: Path, path: Path) -> PlanComparison:
+    """Compare the newest attempt of a run with a plan file.
 
     Raises ValueError if there is no plan of this configuration, or nothing to compare.
     """
@@ -65,11 +64,10 @@ def compare_with_plan(run: Path, path: Path | None = None) -> PlanComparison:
     if not recorded.attempts:
         raise ValueError(f"{run} has no attempts. Expected a run that has trained: name another")
     num_ranks = recorded.attempts[-1].num_ranks or 1
-    path = path or run / PLAN
     if not path.exists():
         raise ValueError(
             f"there is no plan {path}. Expected a plan file: write it with `titan plan "
-            f"{run}/config.toml --world-size {num_ranks} -o {run / PLAN}`"
+            f"{run}/config.toml --world-size {num_ranks} -o {path}`"
         )
     plan = read_plan(path)
     if found := differences(plan, settings_of(read_config(run), num_ranks)):

@@ -92,10 +92,8 @@ TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
     "plan search",  # tests/integration/test_plan_search.py
-    "plan compare",  # tests/unit/cli/test_plan_compare.py
     "plan calibrate",  # tests/distributed/test_calibrate.py
     "run report",
-    "run plot",
     "run compare",
     "run save",
     "run stop",  # tests/unit/cli/test_run.py
@@ -145,11 +143,10 @@ PRINTING = (
 WRITING = (
     *("train", "config copy", "download", "ckpt export", "ckpt convert", "ckpt consolidate"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    *("run plot", "lighthouse"),
+    "lighthouse",
     *("run stop", "eval", "node bench", "slurm init", "plan search"),
     "plan calibrate",
 )
-PRINTING_OF_PLANS = ("plan compare",)  # needs a run with a plan
 FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
     "free space. Send the output elsewhere.\n"
@@ -176,7 +173,7 @@ def printing_words() -> list[str]:
 
 def test_every_command_prints_or_writes() -> None:
     names = [command.name for command in cli.executable_commands()]
-    assert sorted([*PRINTING, *WRITING, *PRINTING_OF_PLANS]) == sorted(names)
+    assert sorted([*PRINTING, *WRITING]) == sorted(names)
 
 
 @pytest.mark.parametrize(

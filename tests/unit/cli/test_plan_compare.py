@@ -1,4 +1,4 @@
-"""`titan plan compare`: synthetic runs, and one that has planned itself."""
+"""`titan run compare` with a plan: synthetic runs, and one that has planned itself."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def write_run(run: Path, *, gpus: list[str], gib: float = 41.0, seconds: float =
     return PlanFile(settings, "h100-80g", "default", 40.0, 35.0, 42.0, 2.0, 25.0, MODULES)
 
 
-def compare(run: Path, *words: str) -> int:
-    return titan(["plan", "compare", str(run), *words])
+def compare(run: Path, *words: str, plan: str = "plan.json") -> int:
+    return titan(["run", "compare", str(run), str(run / plan), *words])
 
 
 def test_a_run_near_its_plan_returns_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,9 +60,17 @@ def test_a_run_near_its_plan_returns_0(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_a_run_off_its_plan_returns_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_plan(tmp_path / "p.json", write_run(tmp_path, gpus=["NVIDIA H100"], seconds=2.3))
-    assert compare(tmp_path, "--plan", str(tmp_path / "p.json"), "--json") == 1
+    assert compare(tmp_path, "--json", plan="p.json") == 1
     fields = json.loads(capsys.readouterr().out)
     assert fields["off_percent"] == {"reserved memory": 2.5, "step time": 15.0}
+
+
+@pytest.mark.parametrize("option", ["--data-only", "--environment"])
+def test_options_of_two_runs_are_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compare(tmp_path, option) == 2
+    assert "plan.json is a plan, which has neither data nor" in capsys.readouterr().err
 
 
 def test_bytes_of_modules_are_beside_the_plan(

@@ -291,7 +291,7 @@ def test_ls_takes_half_a_second_without_torch(run: Path) -> None:
 # ---- examples
 
 
-@pytest.mark.parametrize("verb", ["ls", "watch", "report", "plot", "compare", "save", "stop"])
+@pytest.mark.parametrize("verb", ["ls", "watch", "report", "compare", "save", "stop"])
 def test_the_example_in_the_help_works(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

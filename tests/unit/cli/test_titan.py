@@ -128,7 +128,7 @@ WITHOUT_TORCH = [
     "--version",
     f"check {CHECK}",
     "plan search --help",
-    "plan compare --help",
+    "run compare --help",
     "data tiny model --help",
     "ckpt ls tests/assets/checkpoints/v3",
     "ckpt show tests/assets/checkpoints/v3/step-3",

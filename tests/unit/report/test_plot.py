@@ -1,4 +1,4 @@
-"""`titan run plot`: curves are where the rows say, in a file that does not change."""
+"""Pictures of `titan run report`: curves are where the rows say, in a file that does not change."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Point = tuple[float, float]
 
 
 def plot(output: Path, *arguments: object) -> int:
-    return main(["run", "plot", *map(str, arguments), "-o", str(output)])
+    return main(["run", "report", *map(str, arguments), "-o", str(output)])
 
 
 def points_of(picture: Path, curve: str) -> list[Point]:
@@ -157,7 +157,9 @@ def test_what_cannot_be_drawn_is_refused(
     message = message_of(run, "--metric", "los")
     assert "No run has a finite value of 'los'. Expected one of: grad_norm, loss, lr" in message
     assert message.endswith("Did you mean 'loss'?\n")
-    assert "its suffix is '.pdf'. Expected .svg or .png" in message_of(run, output="plot.pdf")
+    pdf = message_of(run, "--metric", "loss", output="plot.pdf")
+    assert "its suffix is '.pdf'. Expected .svg or .png" in pdf
+    assert "--redact, --every and --json are options of a page" in message_of(run, "--redact")
     assert "is not the folder of a run" in message_of(tmp_path / "nowhere")
     (run / "metrics.jsonl").write_bytes(b"")
     assert "No run has a finite value of 'loss'. Expected one of: none." in message_of(run)
