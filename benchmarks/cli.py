@@ -31,7 +31,6 @@ COMMANDS = (
     "titan ckpt --help",
     "titan ckpt ls run/checkpoint",
     "titan ckpt show run/checkpoint/step-50",
-    "titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12",
     "titan run ls run",
     "titan data --help",
     "titan plan --help",

@@ -1,4 +1,4 @@
-"""`titan ckpt export` and `titan ckpt consolidate` on one and on several ranks."""
+"""`titan ckpt export` of steps and of shards, on one and on several ranks."""
 
 import json
 import os
@@ -138,23 +138,20 @@ def test_values_beyond_float16_are_reported(tmp_path, caplog):
     )
 
 
-@pytest.mark.parametrize("case", ["no step", "an export", "exists"])
+@pytest.mark.parametrize("case", ["no step", "exists"])
 def test_invalid_exports_are_rejected(tmp_path, step, capsys, case):
     path, _ = step
     source, words = {
-        "no step": (tmp_path, "is not a published step"),
-        "an export": (tmp_path / "hf", "is not a published step"),
+        "no step": (tmp_path, "is not a checkpoint of a supported format"),
         "exists": (path, "exists already"),
     }[case]
-    if case == "an export":
-        assert titan(["ckpt", "export", str(path), str(source)]) == 0
     (tmp_path / "out").mkdir()
     assert titan(["ckpt", "export", str(source), str(tmp_path / "out")]) == 2
     assert words in capsys.readouterr().err
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_consolidate_merges_and_removes_shards(tmp_path, capsys):
+def test_shards_are_merged_as_an_index_says(tmp_path, capsys):
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
     index = {hf_name: f"file-{i % 2}" for i, (_, hf_name) in enumerate(ROWS)}
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index | {"tied": "file-1"}}))
@@ -164,27 +161,37 @@ def test_consolidate_merges_and_removes_shards(tmp_path, capsys):
         "--mapping",
         str(tmp_path / "index.json"),
     ]
-    assert titan(["ckpt", "consolidate", *arguments, "--remove-shards"]) == 2
+    assert titan(["ckpt", "export", *arguments]) == 2
     assert "the folder lacks 1 tensors (tied)" in capsys.readouterr().err
-    assert len(list((tmp_path / "shards").iterdir())) == 2, (
-        "expected all shards after a failed merge"
-    )
-    same_folder = [str(tmp_path / "shards"), f"{tmp_path}/shards/../shards", "--remove-shards"]
-    assert titan(["ckpt", "consolidate", *same_folder]) == 2
-    assert "--remove-shards would delete the output" in capsys.readouterr().err
     (tmp_path / "index.json").write_text(json.dumps({"weight_map": index}))
-    assert titan(["ckpt", "consolidate", *arguments, "--remove-shards", "--num-threads", "2"]) == 0
-    assert "out: 3 files" in capsys.readouterr().out
-    assert not list((tmp_path / "shards").glob("*.safetensors"))
+    assert titan(["ckpt", "export", *arguments, "--num-threads", "2"]) == 0
+    assert "out is complete" in capsys.readouterr().out
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
     merged = load(tmp_path / "out")
     assert all(torch.equal(merged[hf_name], full_state()[name]) for name, hf_name in ROWS)
 
 
-def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ("step", ["--mapping", "x"], "--mapping does not apply to"),
+        ("step", ["--to", "pt", "--ema"], "--ema does not apply to"),
+        ("shards", ["--dtype", "float32"], "--dtype does not apply to"),
+        ("shards", ["--data-ranks", "2"], "--data-ranks does not apply to"),
+    ],
+)
+def test_options_of_other_cases_are_refused(tmp_path, step, capsys, source, options, message):
+    run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
+    path = step[0] if source == "step" else tmp_path / "shards"
+    assert titan(["ckpt", "export", str(path), str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_steps_and_shards_are_exported_under_torchrun(tmp_path, step, repo_root):
     """Run the commands in another folder; they write the bytes of a single process."""
     path, _ = step
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
-    sources = {"export": str(path), "consolidate": str(tmp_path / "shards")}
+    sources = {"step": str(path), "shards": str(tmp_path / "shards")}
     env = {**os.environ, "PYTHONPATH": str(repo_root)}
     launch = [
         sys.executable,
@@ -196,7 +203,7 @@ def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
     ]
     started = {
         name: subprocess.Popen(
-            [*launch, "-m", "torchtitan_like", "ckpt", name, source, f"{name}-2"],
+            [*launch, "-m", "torchtitan_like", "ckpt", "export", source, f"{name}-2"],
             cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for name, source in sources.items()
@@ -204,8 +211,12 @@ def test_export_and_consolidate_under_torchrun(tmp_path, step, repo_root):
     for name in sources:
         output, _ = started[name].communicate(timeout=120)
         assert started[name].returncode == 0, output
-        assert titan(["ckpt", name, sources[name], str(tmp_path / f"{name}-1")]) == 0
+        assert titan(["ckpt", "export", sources[name], str(tmp_path / f"{name}-1")]) == 0
         assert hash_files(tmp_path / f"{name}-2") == hash_files(tmp_path / f"{name}-1")
+    process = [*launch, "-m", "torchtitan_like", "ckpt", "export", str(path), "m.pt", "--to", "pt"]
+    refused = subprocess.run(process, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert refused.returncode != 0 and not (tmp_path / "m.pt").exists()
+    assert refused.stderr.count("is written by one process") == 1
 
 
 def test_export_works_without_posix_fadvise(tmp_path, monkeypatch):

@@ -91,7 +91,7 @@ def test_commands_read_a_stored_checkpoint(
     assert "intact" in capsys.readouterr().out
     for to in ("native", "hf", "dcp", "pt"):
         copy = tmp_path / to
-        assert titan(["ckpt", "convert", str(GOLDEN), str(copy), "--to", to]) == 0
+        assert titan(["ckpt", "export", str(GOLDEN), str(copy), "--to", to]) == 0
         capsys.readouterr()
         titan(["ckpt", "diff", str(GOLDEN), str(copy)])
         assert "11 of 11 common tensors are equal bit for bit" in capsys.readouterr().out, to

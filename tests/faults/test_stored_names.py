@@ -76,9 +76,9 @@ def seal(step: Path, config: str, **changes: Any) -> Path:
 
 TOOLS: dict[str, Callable[[Path, Path], list[str]]] = {
     "export": lambda step, out: ["ckpt", "export", str(step), str(out)],
-    "convert": lambda step, out: ["ckpt", "convert", str(step), str(out), "--to", "hf"],
-    "convert --config": lambda step, out: ["ckpt", "convert", str(step), str(out), "--to", "hf",
-                                           "--config", str(step / "config.toml")],
+    "export to pt": lambda step, out: ["ckpt", "export", str(step), str(out), "--to", "pt"],
+    "export --config": lambda step, out: ["ckpt", "export", str(step), str(out),
+                                          "--config", str(step / "config.toml")],
     "generate": lambda step, out: ["generate", str(step), "--num-tokens", "1"],
 }  # fmt: skip
 
@@ -234,7 +234,7 @@ def test_stored_config_cannot_extend_other_files(
     seal(step, f'extends = "{tmp_path}/other.toml"\n' + (step / "config.toml").read_text())
     with pytest.raises(ConfigError, match="no `extends` in a stored configuration"):
         load_stored_config(step / "config.toml")
-    for tool in ("export", "convert", "generate"):
+    for tool in ("export", "export to pt", "generate"):
         assert titan(TOOLS[tool](step, tmp_path / "out")) == 2
         assert "no `extends`" in capsys.readouterr().err
     assert titan(["data", "show", str(step), "--step", "1"]) == 2
@@ -269,7 +269,7 @@ def test_conversion_does_not_follow_links_out_of_the_model(
     for file in ("model.safetensors", "config.json"):
         shutil.move(model / file, tmp_path / "models/blobs" / file)
         (model / file).symlink_to(f"../../blobs/{file}")
-    argv = ["convert", str(model), "--to", "hf"]
+    argv = ["export", str(model), "--to", "hf"]
     assert titan(["ckpt", *argv, str(tmp_path / "good")]) == 0
     (tmp_path / "secret").write_text("private")
     (model / "notes.txt").symlink_to(tmp_path / "secret")

@@ -296,7 +296,7 @@ def _refusal(file: Path, name: str) -> CheckpointError:
     return CheckpointError(
         f"{file} was not loaded: it refers to {name}, which could run code. Expected tensors, plain "
         "Python values and the metadata classes of torch.distributed.checkpoint. If you trust its "
-        "author, make a copy without such objects: titan ckpt convert "
+        "author, make a copy without such objects: titan ckpt export "
         f"{source} COPY --to {kind} --trust-pickle"
     )
 

@@ -70,10 +70,12 @@ CKPT = (
     Command("ckpt show", "Inspect", "print the manifest and the tensors of a checkpoint", "ckpt"),
     Command("ckpt verify", "Inspect", "compare every byte with the stored hashes", "ckpt"),
     Command("ckpt diff", "Inspect", "compare two checkpoints", "ckpt"),
-    Command("ckpt export", "Convert", "write a checkpoint as a Hugging Face directory", "ckpt"),
-    Command("ckpt convert", "Convert", "convert a checkpoint into another format", "ckpt"),
-    Command("ckpt consolidate", "Convert", "merge safetensors shards into whole files", "ckpt"),
-    Command("ckpt interval", "Plan", "find the best interval between checkpoints", "ckpt"),
+    Command(
+        "ckpt export",
+        "Convert",
+        "write a checkpoint as a Hugging Face directory, or in another format",
+        "ckpt",
+    ),
 )
 
 DATA = (
@@ -152,7 +154,7 @@ COMMANDS = (
     Command("help", "Start", "explain settings: a section, or a key", "config"),
     Command("data", "Start", "tokenize, show or shrink data, train a tokenizer", verbs=DATA),
     Command("download", "Start", "download a model from the Hugging Face Hub", "use"),
-    Command("ckpt", "Use", "list, verify, compare, convert or export checkpoints", verbs=CKPT),
+    Command("ckpt", "Use", "list, verify, compare or export checkpoints", verbs=CKPT),
     Command("generate", "Use", "continue prompts with the model of a checkpoint", "use"),
     Command("eval", "Use", "score a checkpoint on tasks of lm-eval", "use"),
     Command("run", "Watch", "list, watch, report, compare, replay, save or stop runs", verbs=RUN),

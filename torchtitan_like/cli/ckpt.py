@@ -1,24 +1,22 @@
-"""`titan ckpt`: list, verify, compare, convert and export checkpoints."""
+"""`titan ckpt`: list, verify, compare and export checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
     DAMAGED,
-    add_import_flag,
     add_json_flag,
     add_model_flags,
-    catch_value_errors,
     end_rank,
     positive_int,
     positive_number,
     run_checked,
-    run_path,
     step_path,
     steps_path,
 )
@@ -26,13 +24,14 @@ from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.run_directory import MANIFEST
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.identity import Identity
-    from torchtitan_like.checkpoint.tools.convert import Identify
+    import torch
 
-DTYPES = ("bfloat16", "float16", "float32")
-EXPORT_DTYPES = (*DTYPES, "float64")
+    from torchtitan_like.checkpoint.identity import Identity
+    from torchtitan_like.distributed.world import HostGroup
+
+DTYPES = ("bfloat16", "float16", "float32", "float64")
 TORCHTITAN = "torchtitan"
-FORMATS = ("native", "hf", "dcp", "pt", TORCHTITAN)
+FORMATS = ("hf", "native", "dcp", "pt", TORCHTITAN)
 
 
 # ---- titan ckpt ls
@@ -174,272 +173,174 @@ def run_diff(arguments: argparse.Namespace) -> int:
 def configure_export(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument(
-        "step",
+        "source",
         type=step_path,
-        metavar="STEP",
-        help="a published step-N, or a run (its newest step)",
+        metavar="SRC",
+        help="a published step-N, a run (its newest step), or a checkpoint of any format",
     )
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to create")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the file or folder to create")
     parser.add_argument(
-        "--dtype", choices=EXPORT_DTYPES, help="of floating-point weights (default: keep)"
+        "--to", choices=FORMATS, default="hf", help="the format of OUT (default: hf)"
     )
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point weights (default: keep)")
     parser.add_argument(
         "--shard-gb",
         type=positive_number,
         metavar="GB",
-        help="maximum GB of weights per file (default: as in the index of the model's assets, "
-        "else 5)",
+        help="of a step to hf: maximum GB of weights per file (default: as in the index of the "
+        "model's assets, else 5)",
     )
-    parser.add_argument("--ema", action="store_true", help="export the averaged weights of [ema]")
-    add_import_flag(parser)
-    parser.epilog = (
-        "Writes weights, config and tokenizer. Uses no GPU. To share the work over 4 processes:\n"
-        "  torchrun --nproc_per_node=4 --no-python titan ckpt export STEP OUT\n\n"
-        "example: titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
+    parser.add_argument(
+        "--ema", action="store_true", help="of a step to hf: the averaged weights of [ema]"
     )
-
-
-def run_export(arguments: argparse.Namespace) -> int:
-    """Export the step. Returns the exit code."""
-    return end_rank(_export(arguments))
-
-
-def _export(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
-    from torchtitan_like.checkpoint.tools.export import export_step
-    from torchtitan_like.checkpoint.tools.launched import launched_group
-    from torchtitan_like.stored_config import identify_step
-
-    with launched_group() as group:
-
-        def action() -> int:
-            export_step(
-                arguments.step,
-                arguments.out.absolute(),
-                with_checkpoint_errors(group),
-                identify=lambda path: identify_step(path, arguments.custom_import),
-                dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
-                shard_gb=arguments.shard_gb,
-                averaged=arguments.ema,
-            )
-            if group.rank == 0:
-                print(f"{arguments.out} is complete")
-            return 0
-
-        return run_checked(action, damage_code=WRONG_INPUT, is_leader=group.rank == 0)
-
-
-# ---- titan ckpt convert
-
-
-def configure_convert(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("source", type=step_path, metavar="SRC", help="a checkpoint of any format")
-    parser.add_argument("out", type=Path, metavar="DST", help="the file or folder to create")
-    parser.add_argument("--to", choices=FORMATS, required=True, help="the format of DST")
-    parser.add_argument("--dtype", choices=DTYPES, help="of floating-point tensors (default: keep)")
+    parser.add_argument(
+        "--num-threads",
+        type=positive_int,
+        metavar="N",
+        help="of shards: threads that copy on each rank (default: 5)",
+    )
+    parser.add_argument(
+        "--mapping",
+        type=Path,
+        metavar="INDEX",
+        help="of shards: a model.safetensors.index.json, which assigns tensors to files",
+    )
+    parser.add_argument(
+        "--data-ranks",
+        type=positive_int,
+        metavar="N",
+        help="to torchtitan: data-parallel ranks of the run that loads OUT, which counts the tokens "
+        "of one of them (default: 1)",
+    )
     parser.add_argument(
         "--trust-pickle",
         action="store_true",
         help="unpickle any class that SRC names. This RUNS CODE of its author. The copy contains "
         "only tensors and plain values. Not allowed for a --to format with other names",
     )
-    parser.add_argument(
-        "--data-ranks",
-        type=positive_int,
-        default=1,
-        metavar="N",
-        help="with --to torchtitan: data-parallel ranks of the run that loads DST, which counts the "
-        "tokens of one of them; default: %(default)s",
-    )
     add_model_flags(parser)
     parser.epilog = (
         "Formats:\n"
+        "  hf          Hugging Face safetensors. Of a step: with config and tokenizer\n"
         "  native      a step with only the weights, for checkpoint.initial_load_path\n"
-        "  hf          Hugging Face safetensors\n"
         "  dcp         torch.distributed.checkpoint, names and row order of TorchTitan and Meta\n"
         "  pt          torch.save, names and row order of TorchTitan and Meta\n"
         "  torchtitan  a full checkpoint that TorchTitan 0.2 resumes: weights, Adam moments,\n"
         "              schedule position and step. SRC must be a full step. Load it with\n"
-        "              --checkpoint.exclude_from_loading dataloader.\n\n"
-        "Exit codes: 0 DST is complete, 1 SRC is damaged, 2 another error.\n\n"
-        "example: titan ckpt convert outputs/checkpoint/step-100 model.pt --to pt --dtype bfloat16"
+        "              --checkpoint.exclude_from_loading dataloader.\n"
+        "SRC may also be a folder of the shards that torch's\n"
+        "HuggingFaceStorageWriter(save_distributed=True) writes. Then OUT gets whole files.\n\n"
+        "Uses no GPU. To share the work on a step or on shards over 4 processes:\n"
+        "  torchrun --nproc_per_node=4 --no-python titan ckpt export SRC OUT\n"
+        "Exit codes: 0 OUT is complete, 1 SRC is damaged, 2 another error.\n\n"
+        "example: titan ckpt export outputs/checkpoint/step-100 outputs/model --dtype bfloat16"
     )
 
 
-def run_convert(arguments: argparse.Namespace) -> int:
-    """Convert the checkpoint. Returns the exit code."""
-    from torchtitan_like.stored_config import identify_checkpoint
+def run_export(arguments: argparse.Namespace) -> int:
+    """Write the checkpoint in another format. Returns the exit code."""
+    from torchtitan_like.checkpoint.tools.launched import launched_group
 
-    def identify(path: Path) -> tuple[Identity, str]:
-        return identify_checkpoint(path, arguments.config, arguments.custom_import)
+    with launched_group() as group:
 
-    def action() -> int:
-        convert = _convert_run if arguments.to == TORCHTITAN else _convert_weights
-        convert(arguments, identify)
-        print(f"{arguments.out} is complete")
-        return 0
+        def action() -> int:
+            _export(arguments, group)
+            if group.rank == 0:
+                print(f"{arguments.out} is complete")
+            return 0
 
-    return run_checked(action)
+        code = run_checked(action, is_leader=group.rank == 0)
+    return end_rank(code)
 
 
-def _convert_weights(arguments: argparse.Namespace, identify: Identify) -> None:
-    import torch
+def _export(arguments: argparse.Namespace, group: HostGroup) -> None:
+    from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.checkpoint.step_folders import read_manifest
+    from torchtitan_like.checkpoint.tools.merge import has_shards
 
+    source: Path = arguments.source
+    manifest = read_manifest(source)
+    of_model = {"config", "custom_import"}
+    is_shared = False  # whether all ranks work together
+    write: Callable[[argparse.Namespace, HostGroup], None]
+    if arguments.to == TORCHTITAN:
+        write, options = _write_run, {"data_ranks", *of_model}
+    elif arguments.to == "hf" and manifest is not None and manifest["kind"] != "hf":
+        write, options, is_shared = _write_step, {"dtype", "shard_gb", "ema", *of_model}, True
+    elif arguments.to == "hf" and has_shards(source):
+        write, options, is_shared = _merge_shards, {"num_threads", "mapping"}, True
+    else:
+        write, options = _convert, {"dtype", "trust_pickle", *of_model}
+    given = [key for key, value in vars(arguments).items() if value]
+    if others := [key for key in given if key not in (*options, "source", "out", "to")]:
+        raise CheckpointError(
+            f"--{others[0].replace('_', '-')} does not apply to {source} with --to {arguments.to}. "
+            "Expected options of this case only: remove it"
+        )
+    if group.size > 1 and not is_shared:
+        raise CheckpointError(
+            f"{source} with --to {arguments.to} is written by one process. Expected no torchrun, "
+            "except for a step or shards with --to hf: start it without"
+        )
+    write(arguments, group)
+
+
+def _write_step(arguments: argparse.Namespace, group: HostGroup) -> None:
+    from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
+    from torchtitan_like.checkpoint.tools.export import export_step
+
+    export_step(
+        arguments.source,
+        arguments.out.absolute(),
+        with_checkpoint_errors(group),
+        identify=partial(_identify, arguments),
+        dtype=_dtype(arguments),
+        shard_gb=arguments.shard_gb,
+        averaged=arguments.ema,
+    )
+
+
+def _merge_shards(arguments: argparse.Namespace, _group: HostGroup) -> None:
+    from torchtitan_like.checkpoint.tools.merge import merge_shards
+
+    merge_shards(arguments.source, arguments.out, arguments.num_threads, arguments.mapping)
+
+
+def _convert(arguments: argparse.Namespace, _group: HostGroup) -> None:
     from torchtitan_like.checkpoint.tools.convert import convert_checkpoint
 
     dropped = convert_checkpoint(
         arguments.source,
         arguments.out,
         arguments.to,
-        dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+        dtype=_dtype(arguments),
         trust_pickle=arguments.trust_pickle,
-        identify=identify,
+        identify=partial(_identify, arguments),
     )
     for name in dropped:
         print(f"dropped {name}: it is neither a tensor nor a plain Python value")
 
 
-def _convert_run(arguments: argparse.Namespace, identify: Identify) -> None:
-    from torchtitan_like.checkpoint.errors import CheckpointError
+def _write_run(arguments: argparse.Namespace, _group: HostGroup) -> None:
     from torchtitan_like.checkpoint.tools.torchtitan import convert_to_torchtitan
     from torchtitan_like.stored_config import adam_settings
 
-    if arguments.dtype or arguments.trust_pickle:
-        raise CheckpointError(
-            f"--to {TORCHTITAN} with --dtype or --trust-pickle. Expected neither, because all states "
-            "of a run keep their dtypes: remove it"
-        )
     convert_to_torchtitan(
         arguments.source,
         arguments.out,
-        num_data_ranks=arguments.data_ranks,
-        identify=identify,
+        num_data_ranks=arguments.data_ranks or 1,
+        identify=partial(_identify, arguments),
         read_settings=partial(adam_settings, arguments.source, arguments.config),
     )
 
 
-# ---- titan ckpt consolidate
+def _identify(arguments: argparse.Namespace, path: Path) -> tuple[Identity, str]:
+    from torchtitan_like.stored_config import identify_checkpoint
+
+    return identify_checkpoint(path, arguments.config, arguments.custom_import)
 
 
-def configure_consolidate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("shards", type=Path, metavar="SHARDS", help="folder with the shards")
-    parser.add_argument(
-        "out",
-        type=Path,
-        metavar="OUT",
-        help="folder for the whole files; it must not contain a model",
-    )
-    parser.add_argument(
-        "--num-threads",
-        type=positive_int,
-        default=5,
-        metavar="N",
-        help="threads that copy on each rank (default: 5)",
-    )
-    parser.add_argument(
-        "--mapping",
-        type=Path,
-        metavar="INDEX",
-        help="a model.safetensors.index.json, which assigns tensors to files",
-    )
-    parser.add_argument(
-        "--remove-shards", action="store_true", help="delete the shards after the output is written"
-    )
-    parser.epilog = (
-        "Torch's HuggingFaceStorageWriter(save_distributed=True) writes such shards. Uses no\n"
-        "GPU. The output is read back before anything is removed. To share the work over 4\n"
-        "processes that all see both folders:\n"
-        "  torchrun --nproc_per_node=4 --no-python titan ckpt consolidate SHARDS OUT\n\n"
-        "example: titan ckpt consolidate outputs/sharded outputs/model"
-    )
+def _dtype(arguments: argparse.Namespace) -> torch.dtype | None:
+    import torch
 
-
-def run_consolidate(arguments: argparse.Namespace) -> int:
-    """Merge the shards. Returns the exit code."""
-    return end_rank(_consolidate(arguments))
-
-
-def _consolidate(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.checkpoint.tools.launched import launched_group
-    from torchtitan_like.checkpoint.tools.merge import merge_shards
-
-    with launched_group() as group:
-
-        def action() -> int:
-            records = merge_shards(
-                arguments.shards,
-                arguments.out,
-                num_threads=arguments.num_threads,
-                index=arguments.mapping,
-                removes_shards=arguments.remove_shards,
-            )
-            if group.rank == 0:
-                num_bytes = sum(record.size for record in records.values())
-                print(f"{arguments.out}: {len(records)} files, {num_bytes:,} bytes")
-            return 0
-
-        return run_checked(action, damage_code=WRONG_INPUT, is_leader=group.rank == 0)
-
-
-# ---- titan ckpt interval
-
-
-def configure_interval(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument(
-        "--run", type=run_path, metavar="FOLDER", help="a run's folder, to measure both times in"
-    )
-    parser.add_argument(
-        "--save-seconds", type=positive_number, metavar="S", help="of writing a checkpoint"
-    )
-    parser.add_argument(
-        "--step-seconds", type=positive_number, metavar="S", help="of a training step"
-    )
-    parser.add_argument(
-        "--mtbf-hours",
-        type=positive_number,
-        required=True,
-        metavar="H",
-        help="mean time between failures",
-    )
-    parser.add_argument(
-        "--interval", type=positive_int, metavar="N", help="steps, to compare with the best"
-    )
-    parser.epilog = (
-        "Prints what checkpoints and failures cost for several intervals. The best one is\n"
-        "sqrt(2 C M) seconds, with C seconds a checkpoint and M seconds between failures: Young,\n"
-        "CACM 17(9), 1974; Daly, FGCS 22(3), 2006. A failure loses half an interval on average.\n"
-        "With --run both times are medians of that run's newest checkpoints and steps. An async\n"
-        "checkpoint is timed until it is published; training waits for only a part of that time.\n\n"
-        "example: titan ckpt interval --save-seconds 40 --step-seconds 2.5 --mtbf-hours 12"
-    )
-
-
-def run_interval(arguments: argparse.Namespace) -> int:
-    """Print the table. Returns the exit code."""
-    from torchtitan_like.report.interval import interval_table, measure_times
-
-    def action() -> int:
-        save, step = arguments.save_seconds, arguments.step_seconds
-        if arguments.run:
-            times = measure_times(arguments.run)
-            save, step = save or times.save_seconds, step or times.step_seconds
-            print(
-                f"{save:.3g} s per checkpoint, {step:.3g} s per step, from "
-                f"{times.num_checkpoints:,} checkpoints and {times.num_steps:,} steps of "
-                f"{arguments.run}"
-            )
-        if not (save and step):
-            raise ValueError(
-                "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
-                "--step-seconds, or --run: add them"
-            )
-        lines = interval_table(save, step, 3600 * arguments.mtbf_hours, arguments.interval)
-        print("\n".join(lines))
-        return 0
-
-    return catch_value_errors(action)
+    return getattr(torch, arguments.dtype) if arguments.dtype else None

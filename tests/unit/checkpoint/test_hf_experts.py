@@ -223,7 +223,7 @@ def test_a_conversion_to_half_precision_keeps_biases_in_float32(tmp_path, capsys
     (tmp_path / "hf").mkdir()
     save_file(stored_tensors(spec.hf_names(args), model), tmp_path / "hf/model.safetensors")
     (tmp_path / "hf/config.json").write_text(json.dumps(spec.hf_config(args)))
-    command = ["ckpt", "convert", str(tmp_path / "hf"), str(tmp_path / "bf16")]
+    command = ["ckpt", "export", str(tmp_path / "hf"), str(tmp_path / "bf16")]
     assert main([*command, "--to", "hf", "--dtype", "bfloat16"]) == 0, capsys.readouterr()
     stored = load_file(tmp_path / "bf16/model.safetensors")
     bias = stored.pop("model.layers.1.mlp.gate.e_score_correction_bias")

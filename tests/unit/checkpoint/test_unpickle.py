@@ -266,11 +266,11 @@ def test_trust_pickle_converts_a_file_to_a_loadable_copy(
     """Megatron and other programs save their arguments as an object next to the weights."""
     source, copy = tmp_path / "model.pt", tmp_path / "copy.pt"
     torch.save({"model": {"a": torch.ones(2)}, "args": argparse.Namespace(lr=1), "step": 3}, source)
-    argv = ["convert", str(source), str(copy), "--to", "pt"]
+    argv = ["export", str(source), str(copy), "--to", "pt"]
     assert titan(["ckpt", *argv]) == 2
     refusal = capsys.readouterr().err
     assert "it refers to argparse.Namespace" in refusal
-    assert f"convert {source} COPY --to pt --trust-pickle" in refusal
+    assert f"export {source} COPY --to pt --trust-pickle" in refusal
     assert titan(["ckpt", *argv, "--trust-pickle"]) == 0
     assert "dropped args" in capsys.readouterr().out
     loaded = load_saved(copy, copy)
@@ -286,9 +286,9 @@ def test_trust_pickle_converts_a_folder_to_a_loadable_copy(
     metadata = save_dcp(source, {"a": torch.ones(2), "args": argparse.Namespace(lr=1), "step": 3})
     metadata.version = argparse.Namespace()  # type: ignore[assignment]
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    argv = ["convert", str(source), str(copy), "--to", "dcp"]
+    argv = ["export", str(source), str(copy), "--to", "dcp"]
     assert titan(["ckpt", *argv]) == 2
-    assert f"convert {source} COPY --to dcp --trust-pickle" in capsys.readouterr().err
+    assert f"export {source} COPY --to dcp --trust-pickle" in capsys.readouterr().err
     assert titan(["ckpt", *argv, "--trust-pickle"]) == 0
     assert "dropped args" in capsys.readouterr().out
     assert CheckedReader(copy).read_metadata().state_dict_metadata.keys() == {"a", "step"}

@@ -157,12 +157,10 @@ def test_the_newest_step_is_used_and_named(
     assert step_path(str(tmp_path / below)) == tmp_path / below
 
 
-@pytest.mark.parametrize(
-    "words", ["ckpt show", "ckpt export", "ckpt convert", "generate", "eval", "data show"]
-)
+@pytest.mark.parametrize("words", ["ckpt show", "ckpt export", "generate", "eval", "data show"])
 def test_commands_of_a_step_accept_a_run(words: str, tmp_path: Path) -> None:
     make_steps(tmp_path / "checkpoint", "9", "10")
-    options = {"export": ["out"], "convert": ["out", "--to", "pt"], "data": ["--step", "1"]}
+    options = {"export": ["out"], "data": ["--step", "1"]}
     options["eval"] = ["--tasks", "next_word"]
     extra = [option for word in words.split() for option in options.get(word, [])]
     (command,) = (command for command in executable_commands() if command.name == words)
@@ -309,7 +307,7 @@ def test_diff_compares_values_that_are_not_tensors(
     assert run(capsys, "diff", tmp_path / "a.pt", tmp_path / "a.pt")[0] == 0
 
 
-# ---- convert
+# ---- export to other formats
 
 
 @pytest.mark.parametrize("to", ["native", "hf", "dcp", "pt"])
@@ -317,11 +315,11 @@ def test_conversion_to_every_format_and_back_is_exact(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
 ) -> None:
     config = ["--config", step / "config.toml"]
-    assert run(capsys, "convert", step, tmp_path / "converted", "--to", to)[0] == 0
+    assert run(capsys, "export", step, tmp_path / "converted", "--to", to)[0] == 0
     assert (
-        run(
-            capsys, "convert", tmp_path / "converted", tmp_path / "back", "--to", "native", *config
-        )[0]
+        run(capsys, "export", tmp_path / "converted", tmp_path / "back", "--to", "native", *config)[
+            0
+        ]
         == 0
     )
     code, text = run(capsys, "diff", step, tmp_path / "back")
@@ -336,11 +334,10 @@ def test_a_tied_weight_is_converted_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = make_step(tmp_path / "step-7", {**MODEL, "enable_weight_tying": "true"})
-    assert run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")[0] == 0
+    assert run(capsys, "export", step, tmp_path / "hf", "--to", "hf")[0] == 0
     config = ("--config", step / "config.toml")
     assert (
-        run(capsys, "convert", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0]
-        == 0
+        run(capsys, "export", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0] == 0
     )
     weights = open_contents(tmp_path / "back").read_all()
     assert "model.output.weight" not in weights
@@ -352,8 +349,8 @@ def test_a_tied_weight_is_converted_once(
 def test_pt_files_have_the_row_order_of_meta(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(capsys, "convert", step, tmp_path / "m.pt", "--to", "pt")
-    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
+    run(capsys, "export", step, tmp_path / "m.pt", "--to", "pt")
+    run(capsys, "export", step, tmp_path / "hf", "--to", "hf")
     meta, external = torch.load(tmp_path / "m.pt"), load_file(tmp_path / "hf" / "model.safetensors")
     halves = external["model.layers.0.self_attn.q_proj.weight"].view(4, 2, 4, 32)
     assert torch.equal(meta["layers.0.attention.wq.weight"], halves.transpose(1, 2).reshape(32, 32))
@@ -386,7 +383,7 @@ def test_a_change_of_dtype_keeps_everything_else(
     (source / "original").mkdir()
     (source / "original/tokenizer.model").write_text("YQ== 0")
     out = tmp_path / "out"
-    assert run(capsys, "convert", source, out, "--to", "hf", "--dtype", "bfloat16")[0] == 0
+    assert run(capsys, "export", source, out, "--to", "hf", "--dtype", "bfloat16")[0] == 0
     assert (out / "original/tokenizer.model").read_text() == "YQ== 0"
     assert run(capsys, "verify", out)[0] == 0
     converted = {name: tensor for file in parts for name, tensor in load_file(out / file).items()}
@@ -411,20 +408,18 @@ def test_a_converted_pt_file_stores_only_the_sliced_elements(
         "groups": [{"lr": 0.1, "w": large[:, 5]}],
     }
     torch.save(saved, tmp_path / "large.pt")
-    assert (
-        run(capsys, "convert", tmp_path / "large.pt", tmp_path / "small.pt", "--to", "pt")[0] == 0
-    )
+    assert run(capsys, "export", tmp_path / "large.pt", tmp_path / "small.pt", "--to", "pt")[0] == 0
     assert (
         (tmp_path / "large.pt").stat().st_size
         > 4_000_000
         > 20_000
         > (tmp_path / "small.pt").stat().st_size
     )
-    assert run(capsys, "convert", tmp_path / "small.pt", tmp_path / "dcp", "--to", "dcp")[0] == 0
+    assert run(capsys, "export", tmp_path / "small.pt", tmp_path / "dcp", "--to", "dcp")[0] == 0
     assert (
         run(
             capsys,
-            "convert",
+            "export",
             tmp_path / "dcp",
             tmp_path / "back.pt",
             "--to",
@@ -444,7 +439,7 @@ def test_a_native_step_in_bfloat16_is_half_as_large(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        run(capsys, "convert", step, tmp_path / "out", "--to", "native", "--dtype", "bfloat16")[0]
+        run(capsys, "export", step, tmp_path / "out", "--to", "native", "--dtype", "bfloat16")[0]
         == 0
     )
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -460,7 +455,7 @@ def test_tensors_of_a_wider_dtype_keep_their_precision(
     step: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights in bfloat16, norms in float32."""
-    run(capsys, "convert", step, tmp_path / "hf", "--to", "hf")
+    run(capsys, "export", step, tmp_path / "hf", "--to", "hf")
     external = load_file(tmp_path / "hf" / "model.safetensors")
     save_file(
         {n: t + 1e-4 if "norm" in n else t.bfloat16() for n, t in external.items()},
@@ -470,7 +465,7 @@ def test_tensors_of_a_wider_dtype_keep_their_precision(
         (tmp_path / "hf" / file).unlink()
     config = ["--config", step / "config.toml"]
     assert (
-        run(capsys, "convert", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
+        run(capsys, "export", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
     )
     after, before = open_contents(tmp_path / "out"), open_contents(step)
     assert torch.equal(after.read("model.norm.weight"), before.read("model.norm.weight") + 1e-4)
@@ -492,7 +487,7 @@ def test_overflow_of_a_narrower_dtype_is_reported(
             main(
                 [
                     "ckpt",
-                    "convert",
+                    "export",
                     str(tmp_path / "m.pt"),
                     str(tmp_path / dtype),
                     "--to",
@@ -521,7 +516,7 @@ def test_a_failed_conversion_leaves_no_file(
 ) -> None:
     torch.save({"norm.weight": torch.ones(32)}, tmp_path / "m.pt")
     (tmp_path / "text.pt").write_text("no checkpoint")
-    code, output = run(capsys, "convert", *(part.format(step=step, tmp=tmp_path) for part in argv))
+    code, output = run(capsys, "export", *(part.format(step=step, tmp=tmp_path) for part in argv))
     assert code == (1 if "cannot be read" in text else 2) and text in output
     assert sorted(os.listdir(tmp_path)) == ["m.pt", "text.pt"]
 
@@ -531,80 +526,6 @@ def test_damage_is_reported_before_anything_is_written(
 ) -> None:
     shutil.copytree(step, tmp_path / "step")
     flip_bit(tmp_path / "step" / SHARD, 500)
-    code, text = run(capsys, "convert", tmp_path / "step", tmp_path / "out.pt", "--to", "pt")
+    code, text = run(capsys, "export", tmp_path / "step", tmp_path / "out.pt", "--to", "pt")
     assert code == 1 and f"{SHARD} is damaged" in text
     assert os.listdir(tmp_path) == ["step"]
-
-
-# ---- interval
-
-
-def test_the_time_between_failures_must_be_above_0(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        run(capsys, "interval", "--save-seconds", 40, "--step-seconds", 2.5, "--mtbf-hours", 0)
-    message = "argument --mtbf-hours: it is '0'. Expected a number above 0: correct it\n"
-    assert capsys.readouterr().err.endswith(message)
-
-
-@pytest.mark.parametrize("seconds", [("1e308", "1e-308"), ("1e308", "1e300"), ("1e9", "1e-9")])
-def test_an_interval_of_absurd_times_is_refused(
-    seconds: tuple[str, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--save-seconds", seconds[0], "--step-seconds", seconds[1], "--mtbf-hours", "1e300"]
-    code, text = run(capsys, "interval", *argv)
-    assert code == 2 and "steps. Expected at most 1e+12. Correct the times." in text
-
-
-def test_the_best_interval_follows_youngs_formula(capsys: pytest.CaptureFixture[str]) -> None:
-    """sqrt(2 * 40 s * 43,200 s) = 1,859 s = 744 steps. Saving then takes 2.1 % of the time."""
-    argv = [
-        "interval",
-        "--save-seconds",
-        40,
-        "--step-seconds",
-        2.5,
-        "--mtbf-hours",
-        12,
-        "--interval",
-        500,
-    ]
-    lines = run(capsys, *argv)[1].splitlines()
-    assert lines[3].split() == ["500", "21", "min", "3.10%", "11", "min", "4.59%", "<-", "given"]
-    assert lines[4].split() == "744 31 min 2.11% 16 min 4.30% <- best (Young, Daly)".split()
-    totals = [float(line.split("%")[1].split()[-1]) for line in lines[1:]]
-    assert min(totals) == 4.30
-
-
-def test_interval_reads_the_times_of_a_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Full checkpoints took 30 and 50 s, steps 2.5 s. Gaps and other formats do not count."""
-    rows = [
-        {"step": n, "time": 2.5 * n + (900 if n > 300 else 0)} for n in range(1, 401) if n != 200
-    ]
-    saves = [
-        {"event": "save", "form": form, "seconds": s}
-        for form, s in (("full", 30), ("hf", 999), ("full", 50))
-    ]
-    (tmp_path / "metrics.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 401, "ti'
-    )
-    (tmp_path / "events.jsonl").write_text(
-        "".join(json.dumps(row) + "\n" for row in [*saves, {"event": "stop"}, {"event": "save"}])
-    )
-    (tmp_path / "config.toml").write_text("[training]\nsteps = 1000\n")
-    lines = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)[1].splitlines()
-    times = "40 s per checkpoint, 2.5 s per step"
-    assert lines[0] == f"{times}, from 2 checkpoints and 397 steps of {tmp_path}"
-    assert lines[4].split()[0] == "744"
-    nowhere = tmp_path / "nowhere"
-    code, text = run(capsys, "interval", "--run", nowhere, "--mtbf-hours", 12)
-    assert code == 2 and text.startswith(f"{nowhere} is not the folder of a run: cannot read")
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
-    code, text = run(capsys, "interval", "--run", tmp_path, "--mtbf-hours", 12)
-    assert code == 2 and text.startswith(f"{tmp_path} has 2 full checkpoints and 1 steps.")
-    assert run(capsys, "interval", "--mtbf-hours", 12) == (
-        2,
-        "The times of a checkpoint and of a step are unknown. Expected --save-seconds and "
-        "--step-seconds, or --run: add them\n",
-    )

@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("run stop run", RIGHTS),
         (f"slurm init {LOCKED}/scripts", RIGHTS),
         ("slurm init file", r"file: File exists\."),
-        (f"ckpt convert checkpoint/step-7 {LOCKED}/model.pt --to pt", RIGHTS),
+        (f"ckpt export checkpoint/step-7 {LOCKED}/model.pt --to pt", RIGHTS),
         (f"ckpt export checkpoint/step-7 {LOCKED}/model", RIGHTS),
         (f"data tokenize corpus.jsonl --tokenizer tokenizer --output {LOCKED}/tokens", RIGHTS),
         (f"data tiny tokenizer tokenizer {LOCKED}/tiny", RIGHTS),

@@ -49,14 +49,12 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_step(tmp_path_factory.mktemp("run") / "step-7", MODEL)
 
 
-@pytest.fixture(params=["export", "convert to hf", "convert to native", "convert to pt"])
+@pytest.fixture(params=["hf", "native", "pt"])
 def writers(request: pytest.FixtureRequest, step: Path, tmp_path: Path) -> Writers:
     parent = tmp_path / "out"
     out = parent / "model"
-    if request.param == "export":
-        return Writers(ckpt, ["export", str(step), str(out)], parent, ["model"], [out])
-    to = request.param.removeprefix("convert to ")
-    arguments = ["convert", str(step), str(out), "--to", to]
+    to = request.param
+    arguments = ["export", str(step), str(out), "--to", to]
     return Writers(ckpt, arguments, parent, ["model"], [] if to == "pt" else [out])
 
 
@@ -158,9 +156,10 @@ def test_an_export_damaged_during_writing_is_not_published(
     monkeypatch.setattr(export, "write_model", damage(export.write_model))
     monkeypatch.setattr(convert, "write_model", damage(convert.write_model))
     out = tmp_path / "out" / "model"
-    to_hf = ["convert", str(step), str(out), "--to", "hf"]
-    assert ckpt(["export", str(step), str(out)]) == 2
-    assert ckpt(to_hf) == 1  # the code of that command for damage
+    dcp = tmp_path / "dcp"
+    assert ckpt(["export", str(step), str(dcp), "--to", "dcp"]) == 0
+    assert ckpt(["export", str(step), str(out)]) == 1
+    assert ckpt(["export", str(dcp), str(out), "--config", str(step / "config.toml")]) == 1
     words = "model.safetensors is " + ("damaged" if fault == "flipped bit" else "missing")
     assert capsys.readouterr().err.count(words) == 2
     assert os.listdir(tmp_path / "out") == []

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch.distributed as dist
-
-from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import FileRecord
-from torchtitan_like.checkpoint.hf.consolidate import consolidate
+from torchtitan_like.checkpoint.hf.consolidate import NUM_THREADS, SHARDING_INFO, consolidate
 from torchtitan_like.checkpoint.hf.folder import read_weight_map
+from torchtitan_like.checkpoint.hf.safetensors_file import read_header
 
 
-def merge_shards(
-    shards: Path,
-    out: Path,
-    *,
-    num_threads: int,
-    index: Path | None,
-    removes_shards: bool,
-) -> dict[str, FileRecord]:
+def has_shards(folder: Path) -> bool:
+    """Return whether torch's `HuggingFaceStorageWriter(save_distributed=True)` wrote a file in it.
+
+    Raises DamagedError, OSError.
+    """
+    return any(SHARDING_INFO in read_header(path)[1] for path in folder.glob("*.safetensors"))
+
+
+def merge_shards(shards: Path, out: Path, num_threads: int | None, index: Path | None) -> None:
     """Merge all shards in `shards` into whole files in `out`. All ranks call it together.
 
-    index: a model.safetensors.index.json that assigns tensors to files.
-    removes_shards: delete the shards after the output is written and read back.
+    num_threads: threads that copy on each rank; None: `NUM_THREADS`.
+    index: a model.safetensors.index.json that assigns tensors to files; None: one file.
 
     Raises CheckpointError, OSError.
     """
@@ -32,13 +30,4 @@ def merge_shards(
         files = read_weight_map(index)
         numbers = {file: i for i, file in enumerate(sorted(set(files.values())), start=1)}
         mapping = {name: numbers[file] for name, file in files.items()}
-    if removes_shards and shards.resolve() == out.resolve():
-        raise CheckpointError(
-            f"{out} also contains the shards, and --remove-shards would delete the output. "
-            "Expected two different folders: choose another output"
-        )
-    records = consolidate(shards, out, mapping, num_threads)
-    if removes_shards and (not dist.is_initialized() or dist.get_rank() == 0):
-        for path in shards.glob("*.safetensors"):
-            path.unlink()
-    return records
+    consolidate(shards, out, mapping, num_threads or NUM_THREADS)
