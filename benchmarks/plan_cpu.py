@@ -1,6 +1,6 @@
 """Compare the CPU seconds of real steps with those that `titan plan` predicts.
 
-    torchrun --nproc_per_node=2 --no-python titan plan calibrate -o cpu.toml
+    torchrun --nproc_per_node=2 --no-python titan node bench -o cpu.toml
     python -m benchmarks.plan_cpu --cluster cpu.toml [--layouts "debug fsdp,S tp"] [--steps 20]
 
 Each layout trains on gloo ranks of this machine, one thread each. Measured is the CPU time of a
@@ -181,7 +181,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--cluster", help="the file that `titan plan calibrate` has written")
+    parser.add_argument("--cluster", help="the file that `titan node bench` has written")
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="separated by commas")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--cache", type=Path, default=ROOT / "outputs/plan_cpu")

@@ -1,4 +1,4 @@
-"""`titan plan calibrate` measures real gloo ranks."""
+"""`titan node bench` measures real gloo ranks."""
 
 from __future__ import annotations
 

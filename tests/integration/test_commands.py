@@ -304,7 +304,8 @@ CHECKS = {
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "torchrun --nproc_per_node=2 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
-    "titan lighthouse ": lambda words: parse_titan(words[1:]),
+    "python -m torchtitan_like.distributed.lighthouse ": lambda words: check_program(words[1:]),
+    "python scripts/ckpt_interval.py ": lambda words: check_program(words[1:]),
     "TORCHFT_LIGHTHOUSE=": lambda words: check(
         [DEFAULT, "--world-size", words[1].partition("=")[2], *words[3:]]
     ),
@@ -355,6 +356,15 @@ def parse_titan(words: list[str]) -> None:
     commands = {command.name: command for command in executable_commands()}
     num_words = 2 if " ".join(words[:2]) in commands else 1
     parse(commands[" ".join(words[:num_words])], words[num_words:])
+
+
+def check_program(words: list[str]) -> None:
+    """Check that the help of a script or of a module (-m) has all options of the command."""
+    program = words[:2] if words[0] == "-m" else words[:1]
+    process = shell(shlex.join([sys.executable, *program, "--help"]), ROOT)
+    assert process.returncode == 0, process.stderr
+    options = [word for word in words if word.startswith("--")]
+    assert options and all(option in process.stdout for option in options), process.stdout
 
 
 def check(arguments: list[str]) -> None:

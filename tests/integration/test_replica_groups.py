@@ -153,7 +153,13 @@ class Job:
 @pytest.fixture
 def lighthouse() -> Iterator[str]:
     pytest.importorskip("torchft", reason="needs the extra ft")
-    command = [sys.executable, "-m", "torchtitan_like", "lighthouse", "--bind", "127.0.0.1:0"]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_like.distributed.lighthouse",
+        "--bind",
+        "127.0.0.1:0",
+    ]
     process = subprocess.Popen(
         [*command, "--heartbeat-timeout-ms", "1500", "--join-timeout-ms", "5000"],
         cwd=ROOT, env=trainer_environment(), stdout=subprocess.PIPE, text=True,

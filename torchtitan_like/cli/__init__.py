@@ -121,7 +121,12 @@ RUN = (
 
 NODE = (
     Command("node check", "Nodes", "check this machine, or all ranks of a job", "node"),
-    Command("node bench", "Nodes", "measure how fast ranks all-reduce", "node"),
+    Command(
+        "node bench",
+        "Nodes",
+        "measure how fast ranks all-reduce, or a machine for titan plan",
+        "node",
+    ),
 )
 
 SLURM = (Command("slurm init", "Scripts", "write batch scripts into a folder, to edit", "slurm"),)
@@ -133,12 +138,6 @@ PLAN = (
         "find the fastest layouts of a configuration that fit",
         "plan",
         takes_settings=True,
-    ),
-    Command(
-        "plan calibrate",
-        "Hardware",
-        "measure this machine, and write its cluster file",
-        "plan",
     ),
 )
 
@@ -167,7 +166,6 @@ COMMANDS = (
         verbs=PLAN,
     ),
     Command("node", "Scale", "check machines and measure their network", verbs=NODE),
-    Command("lighthouse", "Scale", "track which replica groups are alive", "node"),
     Command("slurm", "Scale", "write batch scripts", verbs=SLURM),
 )
 

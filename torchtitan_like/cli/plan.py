@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
+    ProgressLine,
     add_json_flag,
-    catch_value_errors,
-    end_rank,
     fraction,
     names_config,
     positive_int,
@@ -22,16 +19,13 @@ from torchtitan_like.cli.common import (
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error, show_problem
-from torchtitan_like.util.units import format_duration
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.plan.clusters import Cluster
     from torchtitan_like.plan.gpus import Gpu
 
-SECONDS_BETWEEN_LINES = 10  # where stderr is not a terminal
 NOTHING_FITS = 1
-MAX_SECONDS = 300
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -89,30 +83,6 @@ def _load_config(
     if warnings:
         show_error(report(warnings))
     return config
-
-
-class _ProgressLine:
-    """Prints how many `units` are done, their rate and the time left, to stderr."""
-
-    def __init__(self, units: str) -> None:
-        self._units = units
-        self._is_terminal = sys.stderr.isatty()
-        self._printed_at = 0.0
-
-    def __call__(self, phase: str, done: int, total: int, seconds: float) -> None:
-        is_end = done == total
-        wait = 0 if self._is_terminal else SECONDS_BETWEEN_LINES
-        if total == 0 or (not is_end and 0 < done and seconds < self._printed_at + wait):
-            return
-        self._printed_at = seconds
-        left = ""
-        if 0 < done < total:
-            rate = done / max(seconds, 1e-9)
-            left = f", {rate:.2f}/s, {format_duration((total - done) / rate)} left"
-        end = "\r" if self._is_terminal and not is_end else "\n"
-        show_error(
-            f"{phase}: {done} of {total} {self._units}, {done / total:4.0%}{left}   ", end=end
-        )
 
 
 # ---- titan plan
@@ -216,7 +186,7 @@ def _print_plan(
     from torchtitan_like.plan.timeline import step_time
     from torchtitan_like.util.plan_file import write_plan
 
-    runs = dry_runs(config, arguments.world_size, gpu, stages, _ProgressLine("dry runs"))
+    runs = dry_runs(config, arguments.world_size, gpu, stages, ProgressLine("dry runs"))
     memories = memory_of_all(runs, config, gpu)
     notes = assumptions(config)
     time = None
@@ -360,7 +330,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     samples = global_batch_of(config, world_size, arguments.global_batch_tokens)
     space = space_of(config, world_size, cluster.gpus_per_node, samples)
     try:
-        found = search(space, gpu, cluster, arguments.max_memory, _ProgressLine("dry runs"))
+        found = search(space, gpu, cluster, arguments.max_memory, ProgressLine("dry runs"))
     except ValueError as error:  # the GPU has no peak for a dtype
         show_error(f"--gpu {gpu.key}: {error}")
         return WRONG_INPUT
@@ -400,154 +370,3 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     elif not arguments.json:
         print(f"\n{text}", end="")
     return 0
-
-
-# ---- titan plan calibrate
-
-
-def configure_calibrate(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", required=True, help="the cluster file to write"
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="the GPU: its name, or a TOML file with its data sheet (default: measure the CPU; with "
-        "--from, the device of --cluster)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_number,
-        default=60,
-        metavar="N",
-        help=f"of the measurement, at most {MAX_SECONDS} (default: 60)",
-    )
-    parser.add_argument(
-        "--from",
-        dest="runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="measure nothing: fit the constants to the steps of these run folders",
-    )
-    parser.add_argument(
-        "--cluster",
-        metavar="NAME",
-        help="with --from: the cluster whose constants are fitted, a name or a file (default: default)",
-    )
-    parser.epilog = (
-        "Without --from: measures matrix products, kernels limited by memory, and on a CPU attention,\n"
-        "small operators, and collectives of the ranks that a launcher started. Start one for each\n"
-        "rank of the runs to plan, such as\n"
-        "  torchrun --nproc_per_node=8 --no-python titan plan calibrate -o my_cluster.toml --gpu h100-80g\n"
-        "On a CPU, it also writes FILE_device.toml, which the cluster file names.\n"
-        "With --from: dry-runs the configuration of each run, and fits up to three constants, never\n"
-        "more than runs. Each run is predicted from the others; the largest error is the error band.\n"
-        "Use the file: titan plan X.toml --world-size 2 --cluster my_cluster.toml\n"
-        "Returns 0, 2 for wrong arguments or runs, and 78 if a run's configuration does not work here.\n"
-        "Ctrl-C ends it with 130 and writes nothing.\n\n"
-        "example: titan plan calibrate -o my_cluster.toml --seconds 10"
-    )
-
-
-def run_calibrate(arguments: argparse.Namespace) -> int:
-    """Measure or fit, and write. Returns the exit code."""
-    output: Path = arguments.output
-    if output.suffix != ".toml":
-        show_error(f"-o {output}: expected a name that ends with .toml: rename it")
-        return WRONG_INPUT
-    if not output.parent.is_dir():
-        show_error(f"-o {output}: there is no folder {output.parent}: create it, or name another")
-        return WRONG_INPUT
-    if arguments.seconds > MAX_SECONDS:
-        show_error(f"--seconds {arguments.seconds:g}: expected at most {MAX_SECONDS}: lower it")
-        return WRONG_INPUT
-    if arguments.cluster is not None and arguments.runs is None:
-        show_error(f"--cluster {arguments.cluster}: expected --from RUN next to it: leave it out")
-        return WRONG_INPUT
-    try:
-        if arguments.runs is not None:
-            return catch_value_errors(lambda: _fit(arguments))
-        return end_rank(catch_value_errors(lambda: _measure(arguments)))
-    except KeyboardInterrupt:
-        show_error("\nInterrupted: no cluster file is written")
-        return int(ExitCode.INTERRUPTED)
-
-
-def _write(files: dict[Path, str]) -> int:
-    from torchtitan_like.util.files import write_atomically
-
-    try:
-        for path, text in files.items():
-            write_atomically(path, text)
-    except OSError as error:
-        show_problem(error)
-        return WRONG_INPUT
-    *_, cluster = files
-    names = " and ".join(map(str, files))
-    show_error(f"Wrote {names}. Use it: titan plan X.toml --world-size N --cluster {cluster}")
-    return 0
-
-
-def _measure(arguments: argparse.Namespace) -> int:
-    import torch
-
-    from torchtitan_like.node.ranks import launched_ranks
-    from torchtitan_like.plan.calibrate import calibrate
-    from torchtitan_like.plan.gpus import load_gpu
-
-    gpu = None
-    if arguments.gpu is not None:
-        try:
-            gpu = load_gpu(arguments.gpu)
-        except ValueError as error:
-            raise ValueError(f"--gpu: {error}") from None
-        if gpu.device_type != "cuda":
-            raise ValueError(
-                f"--gpu {arguments.gpu}: it describes a CPU, which has no data sheet. Expected a GPU: "
-                "leave --gpu out to measure the CPU"
-            )
-        if not torch.cuda.is_available():
-            raise ValueError(
-                f"--gpu {gpu.key}: torch {torch.__version__} finds no GPU. Expected one: leave --gpu "
-                "out to measure the CPU"
-            )
-    measured, files = calibrate(
-        arguments.output, gpu, arguments.seconds, _ProgressLine("measurements")
-    )
-    if launched_ranks(os.environ).rank != 0:
-        return 0
-    print("\n".join(measured.lines()))
-    return _write(files)
-
-
-def _fit(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.plan.clusters import DEFAULT_CLUSTER, load_cluster
-    from torchtitan_like.plan.fit import fit_runs, fitted_text, read_measured
-    from torchtitan_like.plan.gpus import load_gpu
-
-    start = load_cluster(arguments.cluster or DEFAULT_CLUSTER)
-    device = arguments.gpu or start.gpu
-    if not device:
-        raise ValueError(
-            f"--from: cluster {start.key} is of no particular device. Expected --gpu NAME, or --cluster "
-            "with the file of a device: name one"
-        )
-    gpu = load_gpu(device)
-    progress = _ProgressLine("runs")
-    started = time.monotonic()
-    measured = []
-    for number, path in enumerate(arguments.runs):
-        progress("dry runs", number, len(arguments.runs), time.monotonic() - started)
-        try:
-            measured.append(read_measured(path, gpu))
-        except ConfigError as error:
-            show_error(f"{path}: {error}")
-            return os.EX_CONFIG
-    progress("dry runs", len(measured), len(measured), time.monotonic() - started)
-    fitted = fit_runs(measured, gpu, start, arguments.output.stem)
-    print("\n".join(fitted.lines()))
-    gpu_file = device if device.endswith(".toml") else ""
-    return _write({arguments.output: fitted_text(fitted, arguments.output, gpu_file)})

@@ -170,7 +170,7 @@ class Quorum:
         except (RuntimeError, TimeoutError) as error:
             raise ReplicaGroupError(
                 f"Cannot reach the lighthouse {self._lighthouse}: {error}. Expected a running one. "
-                f"Start it with `titan lighthouse`, and set {LIGHTHOUSE} to its address"
+                f"Start it with `python -m torchtitan_like.distributed.lighthouse`, and set {LIGHTHOUSE} to its address"
             ) from error
         logger.info(f"{self._name} listens on {self._address} for other replica groups")
 

@@ -569,7 +569,7 @@ def calibrate(
 def files_of(measured: Measured, gpu: Gpu | None, output: Path) -> dict[Path, str]:
     """Return the cluster file, and on a CPU (`gpu` is None) the file of the device."""
     start = replace(load_cluster("default"), key=output.stem, fitted_rows=("kernels",))
-    made = f"Measured by titan plan calibrate with torch {torch.__version__}"
+    made = f"Measured by titan node bench with torch {torch.__version__}"
     if gpu is not None:
         cluster = replace(
             calibrate_gpus(measured, gpu, start),

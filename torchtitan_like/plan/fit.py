@@ -235,7 +235,7 @@ def fitted_text(fitted: Fitted, output: Path, gpu_file: str) -> str:
     if gpu_file:
         cluster = replace(cluster, gpu=os.path.relpath(gpu_file, output.parent))
     comment = (
-        f"titan plan calibrate --from has fitted {', '.join(fitted.constants)} to the steps of "
+        f"titan node bench --from has fitted {', '.join(fitted.constants)} to the steps of "
         "`fitted_rows`."
     )
     return cluster_text(cluster, comment)

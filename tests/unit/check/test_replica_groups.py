@@ -29,7 +29,9 @@ def check(line: str, world_size: int = 2) -> list[Problem]:
 def test_groups_need_a_lighthouse_to_train(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(LIGHTHOUSE)
     (problem,) = check(GROUPS)
-    assert problem.severity == "error" and "titan lighthouse" in problem.remedy
+    assert (
+        problem.severity == "error" and "torchtitan_like.distributed.lighthouse" in problem.remedy
+    )
     (warning,) = check_config(load_config(GROUPS.split()), 2, training=False)
     assert warning.severity == "warning"
 

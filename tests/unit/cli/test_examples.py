@@ -22,12 +22,10 @@ from safetensors import safe_open
 
 from tests.harness.examples import example_of, example_words
 from tests.harness.outputs import closed_pipe, full_disk
-from tests.harness.ports import listening_addresses
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
 from torchtitan_like.config.datasets import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER, TRAIN_CONFIGS
-from torchtitan_like.util.modules import pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -89,7 +87,6 @@ TESTED_ELSEWHERE = (
     "run ls",
     "run watch",
     "plan search",  # tests/integration/test_plan_search.py
-    "plan calibrate",  # tests/distributed/test_calibrate.py
     "run report",
     "run compare",
     "run save",
@@ -140,9 +137,7 @@ PRINTING = (
 WRITING = (
     *("train", "config copy", "download", "ckpt export"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
-    "lighthouse",
     *("run stop", "eval", "node bench", "slurm init", "plan search"),
-    "plan calibrate",
 )
 FULL_DISK = (
     "Cannot write to stdout: No space left on device. Expected a pipe with a reader, or a disk with "
@@ -412,34 +407,3 @@ def check_download(words: list[str], tmp_path: Path) -> None:
     expected = {name: HUB_FILES[name] for name in ("config.json", "tokenizer.json")}
     assert downloaded == expected
     assert output.splitlines()[-1] == "Use it with: --model.hf_assets_path assets/hf/Llama-3.1-8B"
-
-
-# ---- titan lighthouse
-
-
-def test_lighthouse(folder: Path) -> None:
-    pytest.importorskip("torchft", reason="needs the extra ft")
-    words = shlex.split(example_of("lighthouse").replace(":29510", ":0"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torchtitan_like", *words[1:]],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line.startswith(
-        "Lighthouse: start the replica groups with TORCHFT_LIGHTHOUSE=http://127.0.0.1:"
-    )
-    assert set(listening_addresses([process.pid])) == {"127.0.0.1"}
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0
-
-
-def test_lighthouse_without_torchft_names_the_extra(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert cli.main(["lighthouse"]) == 78
-    assert pip_install("torchft>=0.2,<0.3") in capsys.readouterr().err

@@ -293,7 +293,8 @@ def test_without_a_lighthouse_the_group_does_not_start() -> None:
         port = unused.getsockname()[1]
     group = Group(f"http://127.0.0.1:{port}", 0)
     with pytest.raises(
-        ReplicaGroupError, match="Cannot reach the lighthouse .* `titan lighthouse`"
+        ReplicaGroupError,
+        match="Cannot reach the lighthouse .* `python -m torchtitan_like.distributed.lighthouse`",
     ):
         group.step(1.0)
 

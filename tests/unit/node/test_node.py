@@ -152,8 +152,9 @@ def test_sizes_are_parsed(text: str, expected: int) -> None:
 
 
 def test_a_malformed_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["node", "bench", "--sizes", "4TB"]) == 2
-    assert "'4TB' is not a size" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["node", "bench", "--sizes", "4TB"])
+    assert "it is '4TB'. Expected numbers with KB, MB" in capsys.readouterr().err
 
 
 def test_all_ranks_report_the_time_of_the_slowest_rank() -> None:

@@ -303,10 +303,11 @@ def test_collectives_that_were_not_measured_have_no_time() -> None:
     [
         ("-o own.json", "-o own.json: expected a name that ends with .toml"),
         ("-o none/own.toml", "-o none/own.toml: there is no folder none"),
-        ("-o own.toml --seconds 301", "--seconds 301: expected at most 300"),
         ("-o own.toml --gpu h100", "--gpu: there is no GPU 'h100'"),
         ("-o own.toml --gpu known.toml", "it describes a CPU, which has no data sheet"),
         ("-o own.toml --cluster default", "expected --from RUN next to it"),
+        ("--from run", "--from applies to a cluster file only. Expected -o FILE"),
+        ("-o own.toml --sizes 4MB", "--sizes does not apply to a cluster file"),
         ("-o own.toml --from run", "of no particular device"),
         ("-o own.toml --gpu h100-80g --from run", "run is not the folder of a run"),
     ],
@@ -321,7 +322,7 @@ def test_bad_arguments_end_with_2_and_write_nothing(
     monkeypatch.chdir(tmp_path)
     files = files_of(measured_on(CPU, CLUSTER, 1), None, tmp_path / "known.toml")
     Path("known.toml").write_text(files[tmp_path / "known_device.toml"])
-    assert titan(["plan", "calibrate", *words.split()]) == 2
+    assert titan(["node", "bench", *words.split()]) == 2
     assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["known.toml"]
 
@@ -330,6 +331,6 @@ def test_bad_arguments_end_with_2_and_write_nothing(
 def test_a_gpu_that_is_missing_is_explained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["plan", "calibrate", "-o", str(tmp_path / "own.toml"), "--gpu", "h100-80g"]
+    words = ["node", "bench", "-o", str(tmp_path / "own.toml"), "--gpu", "h100-80g"]
     assert titan(words) == 2
     assert "finds no GPU. Expected one: leave --gpu out" in capsys.readouterr().err

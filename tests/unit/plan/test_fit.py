@@ -147,7 +147,7 @@ def test_runs_of_a_known_cluster_give_its_constants_and_a_band(
         truth = step_time(read.runs, read.config, gpu, TRUTH).seconds
         write_run(Path(name), truth, dim=dim, seq_len=seq_len)
 
-    words = ["plan", "calibrate", "-o", "fitted.toml", "--gpu", str(device), "--from", *names]
+    words = ["node", "bench", "-o", "fitted.toml", "--gpu", str(device), "--from", *names]
     assert titan(words) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in names) and "Error band: +-" in out
@@ -173,7 +173,7 @@ def test_one_run_keeps_the_band_of_its_cluster(
     monkeypatch.chdir(tmp_path)
     Path("slow.toml").write_text(gpu_text(SLOW, "made up"))
     write_run(Path("one"), 0.1)
-    assert titan("plan calibrate -o f.toml --gpu slow.toml --from one".split()) == 0
+    assert titan("node bench -o f.toml --gpu slow.toml --from one".split()) == 0
     assert "memory_efficiency" not in capsys.readouterr().out
     fitted = load_cluster("f.toml")
     assert fitted.error_percent == DEFAULT.error_percent
@@ -197,7 +197,7 @@ def test_runs_that_cannot_be_used_are_named(
         ("short", 2, "short has no steady step. Expected a log line after step 10"),
         ("broken", 78, "broken: "),
     ):
-        words = ["plan", "calibrate", "-o", "f.toml", "--gpu", "slow.toml", "--from", name]
+        words = ["node", "bench", "-o", "f.toml", "--gpu", "slow.toml", "--from", name]
         assert titan(words) == code
         assert message in capsys.readouterr().err
         assert not Path("f.toml").exists()

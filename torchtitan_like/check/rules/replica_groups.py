@@ -185,7 +185,7 @@ FAULT_TOLERANCE_RULES: tuple[Rule[RunContext], ...] = (
         ENABLE,
         lambda run: run.config.fault_tolerance.enable and not os.environ.get(LIGHTHOUSE),
         f"the address of a lighthouse in the environment variable {LIGHTHOUSE}",
-        f"start `titan lighthouse`, and set {LIGHTHOUSE}=http://HOST:29510",
+        f"start `python -m torchtitan_like.distributed.lighthouse`, and set {LIGHTHOUSE}=http://HOST:29510",
         severity="training_error",
     ),
     Rule(
