@@ -187,15 +187,21 @@ def test_export_generates_the_text_of_its_step(step, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--temperature", "-1"), "--temperature is -1. Expected 0 or a number above 0"),
-        (("--top-p", "0"), "--top-p is 0. Expected a number above 0, at most 1"),
-        (("--prompt", "To be or not " * 20), "tokens. Expected fewer than the model's context"),
+        (("--temperature", "-1"), "--temperature: it is '-1'. Expected a number, 0 or more"),
+        (("--top-p", "0"), "--top-p: it is '0'. Expected a number above 0, at most 1"),
     ],
 )
-def test_impossible_requests_are_rejected(step, words, message, capsys):
-    assert titan(["generate", str(step), *words]) == 2
+def test_impossible_numbers_are_rejected(words, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        titan(["generate", "x", *words])
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == ""
+
+
+def test_a_prompt_longer_than_the_context_is_rejected(step, capsys):
+    assert titan(["generate", str(step), "--prompt", "To be or not " * 20]) == 2
+    printed = capsys.readouterr()
+    assert "tokens. Expected fewer than the model's context" in printed.err and printed.out == ""
 
 
 def test_folder_without_a_manifest_is_rejected(tmp_path, capsys):

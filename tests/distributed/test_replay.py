@@ -13,7 +13,7 @@ from torchtitan_like.checkpoint.step_folders import published_steps
 from torchtitan_like.cli import main as titan
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.monitor import log
-from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.jsonl import decode, read_rows
 
 BAD_STEP = 5
@@ -321,12 +321,12 @@ def test_replay_explains_why_a_fault_of_one_rank_is_not_reproduced(tmp_path, cap
 
 
 def test_missing_bundle_or_checkpoint_is_reported(tmp_path, capsys):
-    assert titan(["run", "replay", str(tmp_path / "step-5.json")]) == ExitCode.BAD_CONFIG
+    assert titan(["run", "replay", str(tmp_path / "step-5.json")]) == WRONG_INPUT
     assert "step-5.json cannot be read" in capsys.readouterr().err
     run(tmp_path, "tp")
     path, _ = read_bundle(tmp_path, BAD_STEP)
     (tmp_path / "run/checkpoint/step-4.nonfinite").rename(tmp_path / "step-4")
-    assert titan(["run", "replay", str(path)]) == ExitCode.BAD_CONFIG
+    assert titan(["run", "replay", str(path)]) == WRONG_INPUT
     assert (
         "checkpoint/step-4.nonfinite, the checkpoint before the step, is missing"
         in capsys.readouterr().err

@@ -24,7 +24,7 @@ from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.launcher.outcome import Start, report_end
 from torchtitan_like.monitor import log
-from torchtitan_like.util.exit_codes import CRASH, ExitCode
+from torchtitan_like.util.exit_codes import CRASH, WRONG_INPUT
 
 pytestmark = [pytest.mark.faults, pytest.mark.filterwarnings("ignore:torch.distributed")]
 GOLDEN = ASSETS / "v3/step-3"
@@ -181,7 +181,7 @@ def test_malformed_bundle_is_rejected(
     path = tmp_path / "attempts/1/bad-steps/step-4.json"
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    assert titan(["run", "replay", str(path)]) == ExitCode.BAD_CONFIG
+    assert titan(["run", "replay", str(path)]) == WRONG_INPUT
     assert words in capsys.readouterr().err
 
 

@@ -14,6 +14,7 @@ from torchtitan_like.cli.common import (
     print_json,
     run_path,
 )
+from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.pictures import METADATA, check_picture
 
@@ -328,8 +329,7 @@ def configure_replay(parser: argparse.ArgumentParser) -> None:
         "have one in gradient or value. Writes nothing into the run's folder. Type it in the\n"
         "folder where the run was started: settings may contain relative paths. Model and\n"
         "optimizer must fit into one process. Returns 0 if the numbers are reproduced, 1 if not,\n"
-        "78 if the bundle, a setting or the checkpoint cannot be used, and 74 if FILE cannot be\n"
-        "written.\n\n"
+        "2 if the bundle or the checkpoint cannot be used, and 78 for a setting that cannot work.\n\n"
         "example: titan run replay outputs/attempts/1/bad-steps/step-5.json"
     )
 
@@ -341,7 +341,6 @@ def run_replay(arguments: argparse.Namespace) -> int:
     from torchtitan_like.data.errors import DataError
     from torchtitan_like.monitor.log import init_logger
     from torchtitan_like.replay import BundleError, format_replay, is_reproduced, replay_bundle
-    from torchtitan_like.util.exit_codes import ExitCode
     from torchtitan_like.util.jsonl import encode
 
     init_logger()
@@ -349,7 +348,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
         bundle, replay = replay_bundle(arguments.bundle, arguments.settings)
     except (BundleError, ConfigError, CheckpointError, ChangedError, DataError) as error:
         show_error(str(error))
-        return int(ExitCode.BAD_CONFIG)
+        return int(ExitCode.BAD_CONFIG) if isinstance(error, ConfigError) else WRONG_INPUT
     print("\n".join(format_replay(bundle, replay)))
     reproduced = is_reproduced(bundle, replay)
     if arguments.out is not None:
@@ -357,7 +356,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
             arguments.out.write_bytes(encode({**asdict(replay), "reproduced": reproduced}))
         except OSError as error:
             show_problem(error)
-            return int(ExitCode.STORAGE)
+            return WRONG_INPUT
     return 0 if reproduced else NOT_REPRODUCED
 
 

@@ -34,9 +34,9 @@ def configure_train(parser: argparse.ArgumentParser) -> None:
     parser.epilog = (
         f"{common_help()}\n\n"
         "A name in [brackets] is the environment variable that is used if the option is not given.\n"
-        "One process trains without torchrun, several under it. Returns 0 when the run is done, 1 after a\n"
-        "crash, and 78 for a configuration that cannot work (nothing is started). Otherwise, returns the\n"
-        "code in the run folder's exit.json.\n\n"
+        "One process trains without torchrun, several under it. Returns 0 when the run is done and 1 after a\n"
+        "crash; before anything is started, 2 for wrong options and 78 for a configuration that cannot work.\n"
+        "Otherwise, returns the code in the run folder's exit.json.\n\n"
         "example: titan train debug_model.toml --nproc 2 --training.steps 2"
     )
 
