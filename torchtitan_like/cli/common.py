@@ -158,33 +158,30 @@ def add_import_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checked(
-    action: Callable[[], int], *, damage_code: int = DAMAGED, is_leader: bool = True
+    action: Callable[[], int],
+    *others: type[Exception],
+    damage_code: int = DAMAGED,
+    is_leader: bool = True,
 ) -> int:
-    """Call `action` and return its code. Print expected errors, and return 2.
+    """Call `action` and return its code. Print expected errors, and return `WRONG_INPUT`.
 
+    others: expected errors next to those of files, configurations, data and checkpoints.
     damage_code: returned for a damaged checkpoint instead.
     is_leader: False on ranks that print nothing, because another rank prints the same error.
     """
-    from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import DataError
-
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     try:
         return action()
-    except (CheckpointError, ConfigError, DataError, OSError) as error:
+    except Exception as error:
+        from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+        from torchtitan_like.config import ConfigError
+        from torchtitan_like.data.errors import DataError
+
+        if not isinstance(error, (CheckpointError, ConfigError, DataError, OSError, *others)):
+            raise
         if is_leader:
             show_problem(error)
         return damage_code if isinstance(error, DamagedError) else WRONG_INPUT
-
-
-def catch_value_errors(action: Callable[[], int]) -> int:
-    """Call `action` and return its code. Print an OSError or ValueError, and return 2."""
-    try:
-        return action()
-    except (OSError, ValueError) as error:
-        show_problem(error)
-        return WRONG_INPUT
 
 
 def print_json(value: object) -> None:

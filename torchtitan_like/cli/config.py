@@ -6,7 +6,7 @@ import argparse
 import re
 from pathlib import Path
 
-from torchtitan_like.cli.common import catch_value_errors
+from torchtitan_like.cli.common import run_checked
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
 from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_error
@@ -55,7 +55,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         print(_bundled(arguments.name).read_text(), end="")
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)
 
 
 # ---- titan config copy
@@ -81,7 +81,7 @@ def run_copy(arguments: argparse.Namespace) -> int:
         print(f"Wrote {arguments.file}. Train with it: titan train {arguments.file}")
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)
 
 
 def _add_name(parser: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import (
     add_json_flag,
-    catch_value_errors,
     non_negative_int,
     parse_value,
     positive_int,
@@ -277,7 +276,7 @@ def run_tiny(arguments: argparse.Namespace) -> int:
         print(_make(arguments))
         return 0
 
-    return catch_value_errors(lambda: run_checked(action, damage_code=WRONG_INPUT))
+    return run_checked(action, ValueError, damage_code=WRONG_INPUT)
 
 
 def _make(arguments: argparse.Namespace) -> str:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import (
     ProgressLine,
-    catch_value_errors,
     end_rank,
     non_negative_int,
     non_negative_number,
     parse_value,
     positive_int,
     positive_number,
+    run_checked,
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error, show_problem
@@ -240,8 +240,8 @@ def _write_cluster(arguments: argparse.Namespace) -> int:
         return WRONG_INPUT
     try:
         if runs is not None:
-            return catch_value_errors(lambda: _fit(arguments, runs))
-        return end_rank(catch_value_errors(lambda: _measure(arguments)))
+            return run_checked(lambda: _fit(arguments, runs), ValueError)
+        return end_rank(run_checked(lambda: _measure(arguments), ValueError))
     except KeyboardInterrupt:
         show_error("\nInterrupted: no cluster file is written")
         return int(ExitCode.INTERRUPTED)

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torchtitan_like.cli.common import (
     add_json_flag,
-    catch_value_errors,
     positive_number,
     print_json,
+    run_checked,
     run_path,
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
@@ -62,7 +62,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
             print("\n".join([HEADER, *(summary.format_row(now) for summary in runs)]))
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)
 
 
 # ---- titan run watch
@@ -97,7 +97,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
         return 0
 
     try:
-        return catch_value_errors(action)
+        return run_checked(action, ValueError)
     except KeyboardInterrupt:
         return 0
 
@@ -147,7 +147,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
         action = _compare_environments
     else:
         action = _compare_metrics
-    return catch_value_errors(lambda: action(arguments))
+    return run_checked(lambda: action(arguments), ValueError)
 
 
 def _compare_with_plan(arguments: argparse.Namespace) -> int:
@@ -255,7 +255,7 @@ def run_report(arguments: argparse.Namespace) -> int:
     else:
         action = _print_numbers if arguments.json else _write_pages
     try:
-        return catch_value_errors(lambda: action(arguments))
+        return run_checked(lambda: action(arguments), ValueError)
     except KeyboardInterrupt:
         return 0
 
@@ -385,7 +385,7 @@ def run_save(arguments: argparse.Namespace) -> int:
         print(request_save(arguments.run, export=arguments.export))
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)
 
 
 # ---- titan run stop
@@ -410,4 +410,4 @@ def run_stop(arguments: argparse.Namespace) -> int:
         print(clear_stop(arguments.run) if arguments.clear else request_stop(arguments.run))
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from torchtitan_like.cli.common import catch_value_errors
+from torchtitan_like.cli.common import run_checked
 
 # ---- titan slurm init
 
@@ -33,4 +33,4 @@ def run_init(arguments: argparse.Namespace) -> int:
             print(path)
         return 0
 
-    return catch_value_errors(action)
+    return run_checked(action, ValueError)

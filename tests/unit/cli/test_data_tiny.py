@@ -308,8 +308,8 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "no text": (["dataset", "{tmp}/empty.jsonl", "{tmp}/out"], "no text in"),
     "tokens": (["dataset", "{tmp}", "{tmp}/out", "--format", "tokens"], "Expected --tokenizer"),
     "unknown": (
-        ["dataset", "{tmp}", "{tmp}/out", "--nn", "3"],
-        "does not know --nn 3. Expected the options in",
+        ["dataset", "{tmp}", "{tmp}/out", "--model.args.n", "3"],
+        "does not know --model.args.n 3. Expected the options in",
     ),
     "no config": (["model", "{tmp}/none.toml", "{tmp}/out"], "none.toml"),
     "no such size": (
