@@ -333,10 +333,14 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
 
 
 def _remedy(name: str, options: set[str]) -> str:
-    from torchtitan_like.config.arguments import suggest_key
+    from torchtitan_like.config.arguments import flags_named, suggest_key
 
-    similar = did_you_mean(name, options) or suggest_key(name.removeprefix("--"))
-    return similar or "--help lists the options"
+    if remedy := did_you_mean(name, options):
+        return remedy
+    key = name.removeprefix("--")
+    if flags := flags_named(f"{key}=VALUE"):
+        return f"write {flags}"
+    return suggest_key(key) or "--help lists the options"
 
 
 def _option_names(parser: argparse.ArgumentParser) -> set[str]:

@@ -92,7 +92,7 @@ def configure_plan(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file to dry-run")
     parser.add_argument(
-        "--world-size", type=positive_int, metavar="N", help="ranks of the dry run (required)"
+        "--world-size", type=positive_int, required=True, metavar="N", help="ranks of the dry run"
     )
     _add_hardware(parser)
     parser.add_argument(
@@ -134,15 +134,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     """Print the plan. Returns the exit code."""
     from torchtitan_like.util.pictures import check_picture
 
-    is_missing = {
-        "CONFIG": not names_config(arguments),
-        "--world-size": arguments.world_size is None,
-    }
-    if missing := [name for name, value in is_missing.items() if value]:
-        show_error(
-            f"titan plan: {missing[0]} is missing. Expected CONFIG and --world-size N: correct the "
-            "arguments"
-        )
+    if not names_config(arguments):
+        show_error("titan plan: CONFIG is missing. Expected a TOML file: name it")
         return WRONG_INPUT
     try:
         gpu, cluster = _load_hardware(arguments)
@@ -234,7 +227,7 @@ def configure_search(parser: argparse.ArgumentParser) -> None:
         "config", nargs="?", metavar="CONFIG", help="the TOML file whose layout is searched"
     )
     parser.add_argument(
-        "--world-size", type=positive_int, metavar="N", help="GPUs of all nodes (required)"
+        "--world-size", type=positive_int, required=True, metavar="N", help="GPUs of all nodes"
     )
     _add_hardware(parser)
     parser.add_argument(
@@ -290,11 +283,6 @@ def run_search(arguments: argparse.Namespace) -> int:
 
     if not names_config(arguments):
         show_error("titan plan search: CONFIG is missing. Expected a TOML file: name it")
-        return WRONG_INPUT
-    if arguments.world_size is None:
-        show_error(
-            "titan plan search: --world-size is missing. Expected the number of GPUs: give it"
-        )
         return WRONG_INPUT
     try:
         gpu, cluster = _load_hardware(arguments)

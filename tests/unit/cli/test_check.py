@@ -140,8 +140,6 @@ def test_a_wrong_option_is_a_usage_error(
     ("arguments", "remedy"),
     [
         (["training.steps=5"], "write --training.steps 5"),
-        (["debug_model.toml", "--steps", "5"], "write --training.steps 5 or --validation.steps 5"),
-        (["--lr", "0.1", "my.toml"], "write --optimizer.lr 0.1"),
         (["warmup_steps=5"], "write --lr_scheduler.warmup_steps 5"),
         (["data.sources.mine.path=a b"], "write --data.sources.mine.path 'a b'"),
     ],
@@ -152,6 +150,23 @@ def test_a_setting_that_is_written_wrongly_is_shown_correctly(
     assert check(arguments) == 78
     problems = capsys.readouterr().err.splitlines()
     assert any(problem.endswith(f"-> {remedy}") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--steps", "write --training.steps VALUE or --validation.steps VALUE"),
+        ("--lr", "write --optimizer.lr VALUE"),
+        ("--worldsize", 'did you mean "--world-size"?'),
+        ("--xyzzy", "--help lists the options"),
+    ],
+)
+def test_the_remedy_for_an_unknown_option_is_shown(
+    option: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        check(["debug_model.toml", option, "5"])
+    assert capsys.readouterr().err.endswith(f"there is no option {option}: {remedy}\n")
 
 
 def test_the_check_is_fast_and_imports_no_torch(repo_root: Path) -> None:

@@ -19,9 +19,7 @@ DEBUG = "debug_model.toml"
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "CONFIG is missing"),
         (["--world-size", "2"], "CONFIG is missing"),
-        ([DEBUG], "--world-size is missing"),
         ([DEBUG, "--world-size", "2", "--gpu", "h99"], "there is no GPU 'h99'"),
         ([DEBUG, "--world-size", "2", "--cluster", "dgx"], "there is no cluster 'dgx'"),
         ([DEBUG, "--world-size", "2", "--rank-of-stage", "1"], "a pipeline rank from 0 to 0"),
