@@ -213,9 +213,13 @@ RUNS = {
     "recomputed per op": (Run(recompute="op"), [FORWARD, SAVED_PER_OP, FORWARD]),
     "whole model": (Run(simple=True), WHOLE),
 }
+EVERY_RUN = ("block", "recomputed per op")
+RUN_CELLS = [
+    pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.nightly) for name in RUNS
+]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", RUN_CELLS)
 def test_collectives_overlap_matrix_products(name: str) -> None:
     run, expected = RUNS[name]
     for graphs, error in run_ranks(step_graphs_and_error, 2, run, timeout=120):

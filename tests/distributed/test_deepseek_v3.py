@@ -44,10 +44,8 @@ MODEL = {
 CELLS = Cells(MODEL, LAYOUTS, absent=("multiple_of", "n_kv_heads"))
 settings = CELLS.settings
 EVERY_RUN = [
-    ("fsdp", "compile"),
-    ("hsdp", "together"),
+    ("fsdp", "together"),
     ("tp", "op"),
-    ("tp-cp", "together"),
     ("cp-ulysses", "together"),
     ("pp-uneven", "together"),
     ("ep-etp", "op"),

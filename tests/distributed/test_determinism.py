@@ -31,7 +31,11 @@ def equal_runs(folder, argv):
         (1, {}),
         (2, {"training.local_batch_size": 4}),
         (2, {"training.local_batch_size": 2, "training.mixed_precision_param": "bfloat16"}),
-        (4, {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2}),
+        pytest.param(
+            4,
+            {"training.local_batch_size": 2, "parallelism.data_parallel_replicate_degree": 2},
+            marks=pytest.mark.nightly,
+        ),
         (2, {"training.local_batch_size": 4, "debug.deterministic": "true"}),
     ],
     ids=["one", "fsdp", "fsdp-bf16-accumulate", "hsdp", "deterministic"],

@@ -87,7 +87,10 @@ def results_on_rank(names, is_compiled):
     return [results(experts, forward, *inputs(LOADS[name])[rank]) for name in names]
 
 
-@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.nightly)],
+)
 def test_any_load_equals_one_rank(is_compiled):
     """One compiled function computes all loads."""
     by_rank = run_ranks(results_on_rank, 2, list(LOADS), is_compiled)
@@ -328,7 +331,7 @@ def files_of_one_rank(tmp_path_factory):
         pytest.param(2, {EP: 2}, id="ep", marks=pytest.mark.nightly),
         pytest.param(4, {EP: 4, TP: 2}, id="ep-tp", marks=pytest.mark.nightly),
         pytest.param(4, {EP: 2, TP: 2, ETP: 2}, id="ep-etp"),
-        pytest.param(4, {EP: 2, **pipeline("1F1B")}, id="ep-pp"),
+        pytest.param(4, {EP: 2, **pipeline("1F1B")}, id="ep-pp", marks=pytest.mark.nightly),
     ],
 )
 def test_every_layout_exports_the_same_bytes(tmp_path, files_of_one_rank, ranks, layout):

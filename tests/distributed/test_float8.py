@@ -2,6 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 import pytest
@@ -140,11 +141,23 @@ def num_all_reduces(outcome):
 # ---- numbers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SECTIONS = {
+    "tensorwise": {},
+    "gather": GATHER,
+    "precompute": PRECOMPUTE,
+    "rowwise": {"recipe_name": "rowwise"},
+    "rowwise_with_gw_hp": {"recipe_name": "rowwise_with_gw_hp"},
+}
+REGULAR = {("ddp", "tensorwise"), ("hsdp", "precompute")}
+NIGHTLY = {*product(("ddp", "hsdp"), SECTIONS)} - REGULAR
+
+
 @pytest.mark.parametrize(
-    "section",
-    [{}, GATHER, PRECOMPUTE, {"recipe_name": "rowwise"}, {"recipe_name": "rowwise_with_gw_hp"}],
-    ids=["tensorwise", "gather", "precompute", "rowwise", "rowwise_with_gw_hp"],
+    ("layout", "section"),
+    [
+        pytest.param(*cell, marks=[pytest.mark.nightly] if cell in NIGHTLY else [])
+        for cell in product(LAYOUTS, SECTIONS)
+    ],
 )
 def test_results_differ_from_float32_only_by_rounding(layout, section):
     """A float8 product has a relative error of about 4% (see the unit tests).
@@ -152,7 +165,7 @@ def test_results_differ_from_float32_only_by_rounding(layout, section):
     A gradient is the result of a dozen products. The loss hardly changes early in training. A lower
     limit on the errors shows that the products are float8.
     """
-    actual, expected = result(layout, **section), result(layout, converted=False)
+    actual, expected = result(layout, **SECTIONS[section]), result(layout, converted=False)
     assert actual.weight_hash == expected.weight_hash
     assert (
         actual.losses == pytest.approx(expected.losses, rel=1e-3)
@@ -177,7 +190,7 @@ def test_each_recipe_rounds_differently():
 # ---- communication
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("hsdp", marks=pytest.mark.nightly)])
 def test_float8_weights_are_gathered_in_one_byte_each(layout):
     """One uint8 message has a byte for each converted weight and two for each bfloat16 norm weight.
 
@@ -232,16 +245,24 @@ TRAINED = {
 }  # fmt: skip
 
 
+TRAINED_SIZES = {"model.args.dim": 64, "model.args.multiple_of": 32}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The trace of one rank in float32."""
+    folder = tmp_path_factory.mktemp("float8") / "plain"
+    return run_ranks(run_cell, 1, options(str(folder), "float32", **TRAINED_SIZES))[0]
+
+
 @pytest.mark.parametrize("layout", TRAINED)
-def test_trainer_in_float8_stays_near_float32(tmp_path, layout):
+def test_trainer_in_float8_stays_near_float32(tmp_path, plain, layout):
     """Compare with one rank in float32, within the rounding errors of one step and its updates."""
     world_size, others = TRAINED[layout]
-    sizes = {"model.args.dim": 64, "model.args.multiple_of": 32}
-    (plain,) = run_ranks(run_cell, 1, options(str(tmp_path / "plain"), "float32", **sizes))
     cell = run_ranks(
         run_cell,
         world_size,
-        options(str(tmp_path / "cell"), "float32", **sizes, **FLOAT8, **others),
+        options(str(tmp_path / "cell"), "float32", **TRAINED_SIZES, **FLOAT8, **others),
     )[0]
     assert (cell.weight_hash, cell.digest) == (plain.weight_hash, plain.digest)
     assert cell.loss == pytest.approx(plain.loss, rel=1e-3) and cell.loss != plain.loss

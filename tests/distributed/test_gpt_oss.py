@@ -22,11 +22,8 @@ CELLS = Cells(
     MODEL, {name: (ranks, cell | EIGHT_EXPERTS) for name, (ranks, cell) in LAYOUTS.items()}
 )
 EVERY_RUN = [
-    ("hsdp", "together"),
     ("tp", "op"),
-    ("cp-allgather", "together"),
     ("cp-ulysses", "together"),
-    ("ep-fsdp-tp", "together"),
     ("ep-etp", "together"),
     ("pp-1f1b", "together"),
 ]

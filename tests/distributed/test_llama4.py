@@ -35,8 +35,7 @@ CELLS = Cells(
     absent=(),
 )
 EVERY_RUN = [
-    ("ep-fsdp-tp", "together"),
-    ("ep-etp", "compile"),
+    ("ep-etp", "together"),
     ("documents-cp-allgather", "together"),
 ]
 

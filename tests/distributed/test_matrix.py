@@ -90,8 +90,8 @@ EXCLUDED = {
     ("cp-ring", "compile"): "compiled-ring",
 }
 # Float64 shows faults that rounding hides in float32. Users run float32, so "validate" tests it on
-# the smallest layout of each kind and on HSDP, which needs four ranks. test_parity.py tests FSDP
-# and DDP on four ranks. Larger layouts in their default mode are covered by their compiled cells.
+# the layouts of two ranks and on HSDP. test_parity.py tests FSDP and DDP on four ranks. Larger
+# layouts in their default mode are covered by their compiled cells.
 DTYPES = {"together": "float64", "compile": "float64", "validate": "float32"}
 OPTIONS_ON = {2: ("together", "compile", "validate"), 4: ("together", "compile"), 8: ("together",)}
 CELLS = [
@@ -130,15 +130,20 @@ def run(folder, layout, option, dtype, mutation="", timeout=60):
     return expected, run_ranks(run_cell, LAYOUTS[layout][0], argv, mutation, timeout=timeout)[0]
 
 
-# Of the compiled cells on four ranks, these run always and the others nightly.
-COMPILED_IN_EVERY_RUN = ("fsdp-tp", "simple-fsdp-tp", "pp-fsdp", "tp-cp")
+# Option -> the layouts that run always. The others run nightly.
+EVERY_RUN = {
+    "together": (
+        *(name for name, (ranks, _) in LAYOUTS.items() if ranks == 2),
+        *("hsdp", "fsdp-tp", "tp-cp", "pp-fsdp-zbv", "pp-fsdp-tp"),
+    ),
+    "compile": ("fsdp", "simple-fsdp", "tp", "pp-interleaved", "cp-allgather", "fsdp-tp"),
+    "validate": ("ddp", "fsdp", "hsdp", "tp", "pp-1f1b", "cp-allgather", "cp-ring"),
+}
 
 
 def cell_parameter(layout, option, dtype):
-    is_long = (
-        option == "compile" and LAYOUTS[layout][0] == 4 and layout not in COMPILED_IN_EVERY_RUN
-    )
-    return pytest.param(layout, option, dtype, marks=[pytest.mark.nightly] if is_long else [])
+    marks = [] if layout in EVERY_RUN[option] else [pytest.mark.nightly]
+    return pytest.param(layout, option, dtype, marks=marks)
 
 
 @pytest.mark.parametrize(("layout", "option", "dtype"), [cell_parameter(*cell) for cell in CELLS])
@@ -199,7 +204,13 @@ RED = ("simple-fsdp", "tp", "pp-1f1b", "cp-allgather")  # each fault runs on two
 
 @pytest.mark.parametrize(
     ("layout", "mutation"),
-    [(RED[(i + j) % 4], name) for i, name in enumerate(FAULTS) for j in (0, 2)],
+    [
+        *((RED[i % 4], name) for i, name in enumerate(FAULTS)),
+        *(
+            pytest.param(RED[(i + 2) % 4], name, marks=pytest.mark.nightly)
+            for i, name in enumerate(FAULTS)
+        ),
+    ],
 )
 def test_injected_fault_fails_the_comparison(folder, layout, mutation):
     expected, cell = run(folder, layout, "validate", "float32", mutation)

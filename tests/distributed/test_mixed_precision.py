@@ -19,6 +19,11 @@ LAYOUTS = {
 }
 
 
+EVERY_LAYOUT = [
+    pytest.param(name, marks=[pytest.mark.nightly] if name == "hsdp" else []) for name in LAYOUTS
+]
+
+
 def dtypes_of_a_step(argv):
     """Return the dtypes of weights, optimizer states and block computation.
 
@@ -50,7 +55,7 @@ def local(tensor):
     return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor.detach()
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 @pytest.mark.parametrize(
     ("stored", "computed"),
     [("float32", "bfloat16"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
@@ -96,7 +101,7 @@ def accumulated_and_summed_gradients(argv):
     }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", EVERY_LAYOUT)
 def test_gradients_accumulate_in_float32(tmp_path, name):
     """Both sides compute in bfloat16, so only the accumulation differs.
 

@@ -64,16 +64,10 @@ LAYOUTS |= {
     "ep-pp-interleaved": (4, pipeline("Interleaved1F1B", layers=4, **{EP: 2})),
     "ep-pp-zbv": (4, pipeline("ZBVZeroBubble", layers=4, **{EP: 2})),
 }
+# The cells of test_moe_balance.py make the same comparison on fsdp, tp, cp, pp and ep-etp.
 EVERY_RUN = [
-    ("fsdp", "together"),
-    ("fsdp", "compile"),
-    ("tp", "together"),
-    ("cp-allgather", "together"),
-    ("pp-1f1b", "together"),
-    ("pp-zbv", "together"),
     ("ep", "compile"),
     ("ep-fsdp-tp", "together"),
-    ("ep-etp", "together"),
     ("etp", "together"),
     ("ep-pp-zbv", "together"),
 ]

@@ -100,8 +100,8 @@ def run(tmp_path, corrupt, layout, implementation, **overrides):
 @pytest.mark.parametrize(
     ("layout", "implementation"),
     [
-        ("fsdp", "fused"),
-        ("ddp", "fused"),
+        pytest.param("fsdp", "fused", marks=pytest.mark.nightly),
+        pytest.param("ddp", "fused", marks=pytest.mark.nightly),
         ("accumulation", "fused"),
         ("fsdp", "foreach"),
         ("ddp", "for-loop"),
@@ -116,7 +116,12 @@ def test_weights_are_unchanged_and_the_last_finite_step_is_saved(
 
 
 @pytest.mark.parametrize(
-    ("layout", "implementation"), [("fsdp", "fused"), ("ddp", "foreach"), ("fsdp", "for-loop")]
+    ("layout", "implementation"),
+    [
+        ("fsdp", "fused"),
+        pytest.param("ddp", "foreach", marks=pytest.mark.nightly),
+        pytest.param("fsdp", "for-loop", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.parametrize(("corrupt", "is_whole"), [(corrupt_loss, True), (corrupt_gradient, False)])
 def test_partially_updated_state_is_never_saved(

@@ -40,14 +40,17 @@ LAYOUTS = {name: (dense, *row) for name, row in dense.LAYOUTS.items()} | {
     f"moe-{name}": (experts, *row) for name, row in experts.LAYOUTS.items()
 }
 EVERY_RUN = {
-    "muon": ["fsdp", "hsdp", "simple-fsdp-tp", "tp", "cp-allgather", "pp-fsdp", "fsdp-tp",
-             "moe-fsdp", "moe-ep-fsdp", "moe-ep-one-expert", "moe-ep-etp"],
-    "lion": ["fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
+    "muon": ["fsdp", "fsdp-tp", "pp-fsdp", "moe-ep-one-expert", "moe-ep-etp"],
+    "lion": ["fsdp-tp"],
     "adamw": ["hsdp"],
     "adamw8bit": ["fsdp-tp"],
-}  # fmt: skip
+}
 # Every layout of Muon that is not in every run is in nightly runs, and these ones.
-NIGHTLY = {"lion": [], "adamw": [], "adamw8bit": ["hsdp", "pp-fsdp", "moe-ep-fsdp"]}
+NIGHTLY = {
+    "lion": ["pp-fsdp", "moe-ep-fsdp"],
+    "adamw": [],
+    "adamw8bit": ["hsdp", "pp-fsdp", "moe-ep-fsdp"],
+}
 CELLS = [
     pytest.param(
         optimizer,

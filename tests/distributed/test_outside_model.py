@@ -7,6 +7,7 @@ distributed code. The other is Qwen3, which normalizes its queries and keys.
 import dataclasses
 import functools
 from fnmatch import fnmatchcase
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -77,8 +78,17 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("outside")
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+EVERY_RUN = [
+    *(("outside", layout) for layout in ("fsdp-2", "tp-2-no-sp", "pp-2", "cp-2")),
+    *(("qwen3", layout) for layout in ("fsdp-2", "tp-2")),
+]
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in EVERY_RUN else pytest.mark.nightly)
+    for cell in product(MODELS, LAYOUTS)
+]
+
+
+@pytest.mark.parametrize(("model", "layout"), CELLS)
 def test_equals_one_rank(folder, model, layout):
     world_size, overrides = LAYOUTS[layout]
     expected = reference(model, folder, "float64")

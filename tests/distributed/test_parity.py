@@ -67,6 +67,8 @@ FLOAT64_ONLY = {
     "compile-ac-full",
     "compile-memory-budget",
 }
+FLOAT32_IN_EVERY_RUN = ("fsdp-4", "ddp-4", "fsdp-2-accumulate", "chunked-loss", "foreach")
+NIGHTLY = ("accumulate-8x1", "compile-ac-full")
 # Settings that change the model or the samples, so the reference run needs them too.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len", "optimizer.groups.")
 
@@ -92,10 +94,14 @@ def run(folder, name, dtype, mutation=""):
     return expected, cell
 
 
+def is_long(name, dtype):
+    return name in NIGHTLY or dtype == "float32" and name not in FLOAT32_IN_EVERY_RUN
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        (name, dtype)
+        pytest.param(name, dtype, marks=[pytest.mark.nightly] if is_long(name, dtype) else [])
         for name in LAYOUTS
         for dtype in PRECISIONS
         if dtype == "float64" or name not in FLOAT64_ONLY
@@ -113,7 +119,14 @@ def test_numbers_of_valid_tokens_differ_between_steps(folder):
     assert all(count < 8 * 32 for count in trace.num_valid_tokens)
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+# test_matrix.py injects the other faults in every run.
+FAULTS = [
+    pytest.param(name, marks=[] if name == "one micro-batch dropped" else pytest.mark.nightly)
+    for name in MUTATIONS
+]
+
+
+@pytest.mark.parametrize("mutation", FAULTS)
 def test_injected_fault_fails_the_comparison(folder, mutation):
     expected, cell = run(folder, "fsdp-2-accumulate", "float32", mutation)
     with pytest.raises(AssertionError):

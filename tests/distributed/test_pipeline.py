@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -218,8 +219,15 @@ def check(traces, limit=1e-10):
             assert error <= limit, f"{name}: {error:.1e}"
 
 
-@pytest.mark.parametrize("schedule", SINGLE + MULTI)
-@pytest.mark.parametrize("world_size", [2, 4])
+# test_matrix.py trains with every schedule on two ranks in every run.
+EVERY_RUN = [(4, "1F1B"), (4, "Interleaved1F1B"), (4, "ZBVZeroBubble")]
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in EVERY_RUN else pytest.mark.nightly)
+    for cell in product((2, 4), SINGLE + MULTI)
+]
+
+
+@pytest.mark.parametrize(("world_size", "schedule"), CELLS)
 def test_equals_one_rank(world_size, schedule):
     traces = run_ranks(trace_pipeline, world_size, schedule, {})
     check(traces)
@@ -323,14 +331,22 @@ def trace_with_data_parallel(schedule, kind, options):
     return traced, wire.counts, wire.sent, groups
 
 
-@pytest.mark.parametrize(
-    ("schedule", "kind"),
-    [
-        *((schedule, "dp_shard") for schedule in SINGLE + MULTI),
+DATA_PARALLEL_IN_EVERY_RUN = [
+    ("Interleaved1F1B", "dp_shard"),
+    ("ZBVZeroBubble", "dp_shard"),
+    ("1F1B", "dp_replicate"),
+]
+DATA_PARALLEL = [
+    pytest.param(*cell, marks=[] if cell in DATA_PARALLEL_IN_EVERY_RUN else pytest.mark.nightly)
+    for cell in (
+        *product(SINGLE + MULTI, ["dp_shard"]),
         ("1F1B", "dp_replicate"),
         ("DualPipeV", "dp_replicate"),
-    ],
-)
+    )
+]
+
+
+@pytest.mark.parametrize(("schedule", "kind"), DATA_PARALLEL)
 def test_data_parallel_pipeline_equals_one_rank_and_reduces_once(schedule, kind):
     results = run_ranks(trace_with_data_parallel, 4, schedule, kind, {})
     check([traced for traced, *_ in results])
@@ -345,7 +361,14 @@ def test_data_parallel_pipeline_equals_one_rank_and_reduces_once(schedule, kind)
         assert gathers == ([groups] if kind == "dp_shard" else [])
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "InterleavedZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        pytest.param("1F1B", marks=pytest.mark.nightly),
+        "InterleavedZeroBubble",
+        pytest.param("DualPipeV", marks=pytest.mark.nightly),
+    ],
+)
 def test_resharded_weights_get_all_their_gradients(schedule):
     results = run_ranks(trace_with_data_parallel, 4, schedule, "dp_shard", {"reshard": "always"})
     check([traced for traced, *_ in results])

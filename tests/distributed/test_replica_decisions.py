@@ -34,7 +34,7 @@ LAYOUTS = {
     "ddp x pp": (4, 2, DDP | PP),
     "ddp x cp": (4, 2, DDP | CP),
 }
-REGULAR_LAYOUTS = ("ddp", "tp", "hsdp", "ddp x tp", "simple_fsdp ddp")
+REGULAR_LAYOUTS = ("tp", "ddp x tp", "simple_fsdp ddp")
 ALL_LAYOUTS = [
     pytest.param(name, marks=[] if name in REGULAR_LAYOUTS else pytest.mark.nightly)
     for name in LAYOUTS

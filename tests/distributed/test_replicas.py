@@ -2,6 +2,7 @@
 
 import json
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -67,8 +68,14 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("flips", [True, False])
-@pytest.mark.parametrize("name", LAYOUTS)
+EVERY_RUN = [("two copies", True), ("two copies", False), ("four copies", True)]
+CELLS = [
+    pytest.param(*cell, marks=[] if cell in EVERY_RUN else pytest.mark.nightly)
+    for cell in product(LAYOUTS, (True, False))
+]
+
+
+@pytest.mark.parametrize(("name", "flips"), CELLS)
 def test_flipped_bit_is_reported_and_not_saved(tmp_path, name, flips):
     ranks, layout, suspects = LAYOUTS[name]
     folder = tmp_path / "run"

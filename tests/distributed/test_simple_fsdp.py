@@ -218,7 +218,16 @@ def one_rank(**options):
 # ---- numbers
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+NIGHTLY = ("fsdp-4", "ddp-2-tp-2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in LAYOUTS
+    ],
+)
 def test_gradients_equal_one_rank_and_placements_equal_fsdp2(layout):
     actual, expected = outcomes(layout), outcomes(layout, impl="fsdp2")
     assert_equal(actual[0], one_rank())
@@ -226,7 +235,14 @@ def test_gradients_equal_one_rank_and_placements_equal_fsdp2(layout):
     assert [rank.placements for rank in actual] == [rank.placements for rank in expected]
 
 
-@pytest.mark.parametrize("layout", ["fsdp-4", "hsdp-2x2", "fsdp-2-tp-2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param("fsdp-4", marks=pytest.mark.nightly),
+        pytest.param("hsdp-2x2", marks=pytest.mark.nightly),
+        "fsdp-2-tp-2",
+    ],
+)
 def test_tied_weight_stays_tied(layout):
     actual, expected = outcomes(layout, tied=True)[0], one_rank(tied=True)
     assert_equal(actual, expected)
@@ -237,7 +253,10 @@ def test_gradients_accumulate_over_micro_batches():
     assert_equal(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
 
 
-@pytest.mark.parametrize(("layout", "recompute"), [("ddp-2", "none"), ("fsdp-2-tp-2", "full")])
+@pytest.mark.parametrize(
+    ("layout", "recompute"),
+    [("ddp-2", "none"), pytest.param("fsdp-2-tp-2", "full", marks=pytest.mark.nightly)],
+)
 def test_compiled_graph_gives_the_results_of_one_rank(layout, recompute):
     """Later tests and test_matrix.py compare further compiled graphs."""
     actual = outcomes(layout, backend="aot_eager", recompute=recompute, n_layers=1)[0]
@@ -308,7 +327,10 @@ def test_gradients_are_reduced_in_the_requested_dtype(reduce_dtype):
 
 
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
-    ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1),
+    ("default", "full", 2),
+    pytest.param("default", "none", 1, marks=pytest.mark.nightly),
+    pytest.param("default", "op", 1, marks=pytest.mark.nightly),
+    pytest.param("always", "full", 1, marks=pytest.mark.nightly),
     ("never", "full", 1),
 ])  # fmt: skip
 def test_number_of_gathers_for_backward_in_a_compiled_graph(reshard, recompute, n_layers):
@@ -374,7 +396,7 @@ KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 IN_BACKWARD = {"fsdp-2": KINDS[:2], "hsdp-2x2": KINDS}
 
 
-@pytest.mark.parametrize("layout", IN_BACKWARD)
+@pytest.mark.parametrize("layout", ["fsdp-2", pytest.param("hsdp-2x2", marks=pytest.mark.nightly)])
 def test_weights_of_a_block_share_collectives(layout):
     """Each block has one collective of a kind. The three other weights have their own.
 

@@ -279,7 +279,25 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+# test_matrix.py trains with FSDP and TP in every run.
+NIGHTLY = {
+    "tp-4",
+    "tp-4-no-sp",
+    "tp-4-uneven-logits-gathered",
+    "fsdp-2-tp-2",
+    "fsdp-2-tp-2-no-sp",
+    "fsdp-2-tp-2-uneven",
+    "ddp-2-tp-2",
+    "fsdp-2-tp-2-qwen3",
+    "fsdp-2-tp-2-ac-full",
+    "tp-2-compile-ac-full",
+}
+CELLS = [
+    pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in LAYOUTS
+]
+
+
+@pytest.mark.parametrize("name", CELLS)
 def test_equals_one_rank(name):
     layout = LAYOUTS[name]
     for errors in run_ranks(compare, layout.size, layout, timeout=120):
