@@ -1,4 +1,4 @@
-"""The drills of every test run. `./run_tests.sh --faults` runs the whole table."""
+"""The drills of every test run and of nightly runs. `./run_tests.sh --faults` runs the whole table."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ from tests.faults.trainer import EXACT, Starter, exact_rows
 REGULAR = [
     "raise of rank 1: step",
     "raise of rank 1: save",
-    "raise of rank 1: start",
-    "raise of all ranks: validation",
     "SIGKILL of rank 1: validation",
-    "SIGKILL of all ranks: end of a step",
     "SIGSTOP of rank 1: validation",
     "hang of rank 1: step",
     "SIGTERM to rank 1: validation",
     "SIGTERM to all ranks: start",
-    "SIGTERM to all ranks: step",
     "SIGINT to all ranks: end of a step",
     "SIGINT to rank 1 while it saves after a SIGTERM",
+    "NaN in a gradient of rank 1: step",
+    "full disk of rank 1: next batch",
+    "SIGKILL, one process: save",
+]
+# tests/distributed/test_run.py and test_saving.py test the switches and limits in every run.
+NIGHTLY = [
+    "raise of rank 1: start",
+    "raise of all ranks: validation",
+    "SIGKILL of all ranks: end of a step",
+    "SIGTERM to all ranks: step",
     "KILL: save",
     "KILL: validation",
     "max_runtime_minutes",
     "max_cpu_mem_percent",
     "SAVE",
-    "NaN in a gradient of rank 1: step",
     "full disk of rank 1: save",
-    "full disk of rank 1: next batch",
     "stalled write of rank 1: save",
     "raise, one process: step",
-    "SIGKILL, one process: save",
     "SIGTERM, one process: validation",
 ]
 
@@ -49,7 +52,9 @@ def reference_of_one_rank(
     return make_reference(fork_server, faults, tmp_path_factory.mktemp("one-rank"), num_ranks=1)
 
 
-@pytest.mark.parametrize("name", REGULAR)
+@pytest.mark.parametrize(
+    "name", [*REGULAR, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
+)
 def test_drill(name: str, reference: Chain, reference_of_one_rank: Chain, tmp_path: Path) -> None:
     (row,) = (row for row in DRILLS if row.name == name)
     row_reference = reference if row.num_ranks == 2 else reference_of_one_rank

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 
 from tests.faults.damage import start_one_rank
-from tests.faults.trainer import ASSETS
-from tests.harness.runner import ROOT, run_trainer, trainer_command, trainer_environment
+from tests.faults.trainer import ASSETS, Starter
+from tests.harness.runner import ROOT, trainer_command, trainer_environment
 from torchtitan_like.checkpoint.step_folders import FORMAT_VERSION
 from torchtitan_like.cli import main as titan
+from torchtitan_like.util.jsonl import read_rows
 
 GOLDEN = ASSETS / "v3/step-3"
 # Hash of all names and values in the step: weights, optimizer, schedule, data position, progress.
@@ -63,7 +64,7 @@ def test_stored_checkpoint_has_its_original_content(tmp_path: Path) -> None:
     assert loaded.content == CONTENT
 
 
-def test_run_resumes_from_a_stored_checkpoint(tmp_path: Path) -> None:
+def test_run_resumes_from_a_stored_checkpoint(fork_server: Starter, tmp_path: Path) -> None:
     """Two ranks wrote the checkpoint; one rank resumes."""
     outputs = tmp_path / "outputs"
     shutil.copytree(GOLDEN, outputs / "checkpoint" / "step-3")
@@ -73,13 +74,14 @@ def test_run_resumes_from_a_stored_checkpoint(tmp_path: Path) -> None:
         "--training.local_batch_size=4",
         "--parallelism.data_parallel_replicate_degree=1",
     ]
-    result = run_trainer([*ARGUMENTS, *changes], 1, outputs)
-    assert result.exit == {"reason": "done", "code": 0, "step": 8}, result.tail
-    assert [row["data_digest"] for row in result.metrics] == DIGESTS
-    assert result.metrics[-1]["data_digest_chain"] == LAST_CHAIN
-    assert result.metrics[-1]["n_tokens_seen"] == 8 * 64
+    run = fork_server.start([*ARGUMENTS, *changes], 1, outputs).wait()
+    assert run.exit == {"reason": "done", "code": 0, "step": 8}, run.tail
+    rows = read_rows(outputs / "metrics.jsonl")
+    assert [row["data_digest"] for row in rows] == DIGESTS
+    assert rows[-1]["data_digest_chain"] == LAST_CHAIN
+    assert rows[-1]["n_tokens_seen"] == 8 * 64
     low, high = LOSSES
-    assert all(low < row["loss"] < high for row in result.metrics)
+    assert all(low < row["loss"] < high for row in rows)
 
 
 def test_commands_read_a_stored_checkpoint(

@@ -117,6 +117,7 @@ def test_run_resumes_after_kills_during_cleanup(chain: Chain) -> None:
     assert run_kills(chain, kills) == len(kills)
 
 
+@pytest.mark.nightly
 def test_run_resumes_after_kills_at_random_times(chain: Chain) -> None:
     draw = random.Random(1)
     run_kills(chain, [random_kill(draw, life_seconds=2.0, save_seconds=0.2) for _ in range(8)])

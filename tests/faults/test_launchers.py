@@ -75,6 +75,7 @@ def test_first_error_is_printed_last(tmp_path: Path) -> None:
     ), torchrun_output[-3000:]
 
 
+@pytest.mark.nightly
 def test_config_error_on_one_rank_is_not_a_crash(tmp_path: Path) -> None:
     """Only ranks can check some settings, such as their GPU. Here a module rejects one rank."""
     (tmp_path / "user_module.py").write_text(
@@ -112,6 +113,7 @@ TrainBatches.__next__ = read
 """
 
 
+@pytest.mark.nightly
 def test_data_error_on_one_rank_is_not_reported_as_a_lost_peer(tmp_path: Path) -> None:
     """The other rank only gets a connection error. The message does not blame missing memory."""
     (tmp_path / "user_module.py").write_text(DATA_ERROR_CODE)
@@ -130,6 +132,7 @@ def test_data_error_on_one_rank_is_not_reported_as_a_lost_peer(tmp_path: Path) -
     ), last_output
 
 
+@pytest.mark.nightly
 def test_run_train_returns_the_agreed_code(tmp_path: Path) -> None:
     result = run_train(tmp_path / "outputs", Injection("validation", "SIGTERM", 1, 4))
     assert result.returncode == 75, result.stderr[-3000:]
@@ -188,9 +191,9 @@ sys.meta_path.insert(0, Hold())
 @pytest.mark.parametrize(
     ("launcher", "target", "signum", "code"),
     [
-        ("run_train.sh", "launcher", signal.SIGINT, 130),
+        pytest.param("run_train.sh", "launcher", signal.SIGINT, 130, marks=pytest.mark.nightly),
         ("run_train.sh", "rank 1", signal.SIGTERM, 75),
-        ("torchrun", "launcher", signal.SIGTERM, 1),
+        pytest.param("torchrun", "launcher", signal.SIGTERM, 1, marks=pytest.mark.nightly),
         ("none", "rank 0", signal.SIGTERM, 75),
     ],
 )
@@ -237,6 +240,7 @@ def test_signal_during_imports_gives_the_code_of_the_signal(
         assert "Traceback" not in output
 
 
+@pytest.mark.nightly
 def test_second_start_does_not_change_the_files_of_a_running_run(tmp_path: Path) -> None:
     """The ranks reject the start if the launcher did not detect the running run.
 

@@ -121,6 +121,7 @@ def test_printed_resume_command_works(trained) -> None:
     assert (folder / "outputs/checkpoint/step-8/manifest.json").exists()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "start", ["torchrun --nproc_per_node=8 -m torchtitan_like.train", "NGPU=8"]
 )

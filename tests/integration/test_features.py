@@ -387,6 +387,7 @@ def test_log_contains_no_python_warning(default: RunResult) -> None:
 INFO_LINE = re.compile(r"\[rank\d\]:\[titan\] [\d-]+ [\d:,]+ - root - INFO - ")
 
 
+@pytest.mark.nightly
 def test_loading_and_exporting_hf_weights_logs_no_warning(
     files: Path, reference: RunResult, tmp_path: Path
 ) -> None:
@@ -537,7 +538,17 @@ def test_run_folder_has_the_documented_files(default: RunResult) -> None:
     assert {path.name for path in (attempt / "logs").iterdir()} == {"rank0.log", "rank1.log"}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.test_name)
+# tests/distributed/test_loading.py and tests/unit/data test these features in every run.
+NIGHTLY = ("exclude_from_loading", "text_formats")
+CELLS = [
+    pytest.param(
+        row, id=row.test_name, marks=[pytest.mark.nightly] if row.test_name in NIGHTLY else []
+    )
+    for row in ROWS
+]
+
+
+@pytest.mark.parametrize("row", CELLS)
 def test_feature(
     row: Feature, files: Path, reference: RunResult, run_forked: ForkedTrainer, tmp_path: Path
 ) -> None:

@@ -204,6 +204,7 @@ def test_finished_run_exits_immediately(text, run_forked, tmp_path):
     assert "set another job.dump_folder" in third.stdout
 
 
+@pytest.mark.nightly
 def test_nonfinite_steps_change_no_weight_and_stop_all_ranks(text, tmp_path):
     folder = tmp_path / "outputs"
     # The first update makes the weights huge, so the second loss is not finite.

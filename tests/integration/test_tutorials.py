@@ -128,6 +128,7 @@ def test_tutorial_laptop(folder: Path) -> None:
     assert (folder / "two_ranks/checkpoint/step-4/manifest.json").exists()
 
 
+@pytest.mark.nightly
 def test_tutorial_your_data(folder: Path) -> None:
     run_commands(folder, "2_your_data.md")
     assert "held_out.jsonl" in (folder / "mixture/config.toml").read_text()

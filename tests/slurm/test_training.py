@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.faults.trainer import arguments, exact_rows
-from tests.harness.runner import ROOT, run_trainer
+from tests.faults.trainer import ForkServer, Starter, arguments, exact_rows
+from tests.harness.runner import ROOT
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
 from torchtitan_like.slurm import scaffold
@@ -153,14 +153,14 @@ def array(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[R
     return run, job
 
 
-PREEMPTED_AT = (3, 6, 10, 13, 17)
+PREEMPTED_AT = (6, 13)
 
 
 @pytest.fixture(scope="module")
 def preempted(
     cluster: Cluster, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Run, Future[dict[str, str]]]]:
-    """Start a run that is preempted five times; return the run and Slurm's final state of its job.
+    """Start a run that is preempted twice; return the run and Slurm's final state of its job.
 
     The job runs at the same time as the other tests.
     """
@@ -335,28 +335,40 @@ def test_stacks_of_all_ranks_of_a_job_are_dumped(cluster: Cluster, tmp_path: Pat
     assert re.search(r"^\d: +\d wait_in_a_collective", printed, re.MULTILINE), printed
 
 
+@pytest.fixture(scope="module")
+def fork_server() -> Iterator[Starter]:
+    starter = ForkServer({})
+    yield starter
+    starter.close()
+
+
+def reference_rows(fork_server: Starter, folder: Path, num_ranks: int) -> list[list[object]]:
+    """Return the rows of the run without Slurm."""
+    reference = fork_server.start(train(folder), num_ranks, folder).wait()
+    assert reference.codes == [0] * num_ranks, reference.tail
+    return exact_rows(folder)
+
+
 def test_array_continues_after_a_time_limit_on_two_nodes(
-    array: tuple[Run, str], tmp_path: Path
+    array: tuple[Run, str], fork_server: Starter, tmp_path: Path
 ) -> None:
     """One task stops before its time limit, one finishes the run, one has nothing to do."""
     run, job = array
-    reference = run_trainer(train(tmp_path / "outputs"), 2, tmp_path / "outputs")
-    assert reference.returncode == 0, reference.tail
+    expected = reference_rows(fork_server, tmp_path / "outputs", 2)
     states = run.cluster.wait(*(f"{job}_{task}" for task in (1, 2, 3)))
     assert [state["ExitCode"] for state in states] == ["75:0", "0:0", "0:0"], run.output()[-9000:]
     assert "USR1: the run is asked to save and to end." in run.output()
     assert f"Nothing to do: step {STEPS} of {STEPS} is done already" in run.output()
     assert run.output().count("Building llama3") == 2 * 2, "expected two tasks on two nodes"
-    assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
+    assert exact_rows(run.outputs) == expected
 
 
-def test_run_is_preempted_five_times(
-    preempted: tuple[Run, Future[dict[str, str]]], tmp_path: Path
+def test_run_is_preempted_twice(
+    preempted: tuple[Run, Future[dict[str, str]]], fork_server: Starter, tmp_path: Path
 ) -> None:
     """Slurm sends SIGTERM to every process of the job."""
     run, final_state = preempted
-    reference = run_trainer(train(tmp_path / "outputs"), 1, tmp_path / "outputs")
-    assert reference.returncode == 0, reference.tail
+    expected = reference_rows(fork_server, tmp_path / "outputs", 1)
     state = final_state.result()
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", str(len(PREEMPTED_AT))), (
         run.output()[-6000:]
@@ -365,7 +377,7 @@ def test_run_is_preempted_five_times(
     starts = [int(step) for step in re.findall(r"Training starts at step (\d+)", run.output())]
     num_steps = [step - hold_step for step, hold_step in zip(starts[1:], PREEMPTED_AT, strict=True)]
     assert starts[0] == 1 and set(num_steps) <= {1, 2}, starts
-    assert exact_rows(run.outputs) == exact_rows(tmp_path / "outputs")
+    assert exact_rows(run.outputs) == expected
 
 
 def is_rank(process: psutil.Process, outputs: Path) -> bool:
