@@ -69,7 +69,7 @@ EVERY_RUN = [
     ("ep", "compile"),
     ("ep-fsdp-tp", "together"),
     ("etp", "together"),
-    ("ep-pp-zbv", "together"),
+    ("ep-pp-1f1b", "together"),
 ]
 NIGHTLY = [
     (layout, option)

@@ -44,7 +44,7 @@ EVERY_RUN = [
     ("tp", "together", "sequence"),
     ("cp-allgather", "together", "sequence"),
     ("pp-zbv", "together", "bias"),
-    ("fsdp", "compile", "global"),
+    ("fsdp", "together", "global"),
     ("tp", "together", "in turn"),
     ("ep-etp", "together", "sequence"),
     ("pp-1f1b", BOTH, "sequence"),

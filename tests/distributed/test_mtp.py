@@ -27,7 +27,7 @@ LAYOUTS = {
 }
 OFFLOAD = {"activation_checkpoint.mode": "offload"}
 OPTIONS = CELL_OPTIONS | {"full": {"activation_checkpoint.mode": "full"}, "offload": OFFLOAD}
-EVERY_RUN = [("fsdp", "compile"), ("tp", "op"), ("ep", "together")]
+EVERY_RUN = [("fsdp", "together"), ("tp", "op"), ("ep", "together")]
 NIGHTLY = [
     (layout, option)
     for layout in LAYOUTS

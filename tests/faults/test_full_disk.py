@@ -184,14 +184,8 @@ def streamed(
     return make_reference(fork_server, faults, tmp_path_factory.mktemp("streamed"), **STREAM)
 
 
-# ./run_tests.sh --nightly tries each.
-WINDOW_CASES = [
-    pytest.param(name, marks=() if name == "tokens" else pytest.mark.nightly)
-    for name in WINDOW_WRITERS
-]
-
-
-@pytest.mark.parametrize("name", WINDOW_CASES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", WINDOW_WRITERS)
 def test_failed_write_of_a_stream_window_stops_all_ranks(
     streamed: Chain, tmp_path: Path, name: str
 ) -> None:

@@ -59,6 +59,7 @@ def test_run_resumes_after_kills_during_async_checkpoints(chain: Chain) -> None:
     assert run_kills(chain, kills) == len(kills)
 
 
+@pytest.mark.nightly
 def test_run_resumes_after_kills_during_exports(chain: Chain) -> None:
     chain.overrides.update(checkpoint__hf_interval=1, checkpoint__hf_shard_gb=2e-5)
     kills = [

@@ -112,6 +112,7 @@ def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> Non
     )
 
 
+@pytest.mark.nightly
 def test_printed_resume_command_works(trained) -> None:
     folder, process = trained
     resume = process.stdout.splitlines()[-2].partition("): ")[2]
@@ -477,6 +478,7 @@ EXECUTED_ELSEWHERE = {
 }
 
 
+@pytest.mark.nightly
 def test_documented_commands_run_on_a_run(trained, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(trained[0])
     Path("prompts.jsonl").write_text('{"prompt": "To be"}\n{"prompt": "The"}\n')

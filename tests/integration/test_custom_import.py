@@ -63,11 +63,15 @@ register(dataclasses.replace(get_spec("llama3"), name="lazy", check=check))
 @pytest.mark.parametrize(
     ("setting", "current"),
     [
-        (CUSTOM_IMPORT.format("my_code.py"), "elsewhere"),
-        (CUSTOM_IMPORT.format("my_code"), "configs"),
-        ('[lr_scheduler]\nname = "my_code:constant"', "configs"),
+        pytest.param(
+            CUSTOM_IMPORT.format("my_code.py"), "elsewhere", id="a file next to the TOML"
+        ),
+        pytest.param(
+            CUSTOM_IMPORT.format("my_code"), "configs", id="a module of the current folder",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param('[lr_scheduler]\nname = "my_code:constant"', "configs", id="a name"),
     ],
-    ids=["a file next to the TOML", "a module of the current folder", "a name"],
 )
 def test_check_and_all_ranks_import_the_module(tmp_path: Path, setting: str, current: str) -> None:
     for folder in ("configs", "elsewhere", "path"):

@@ -234,6 +234,7 @@ def exact_values(rows: list[dict[str, Any]]) -> list[list[Any]]:
     return [[row[key] for key in EXACT] for row in rows]
 
 
+@pytest.mark.nightly  # tests/slurm compares a job on two nodes with one node in every run
 def test_two_nodes_equal_one_node(data: Path, run_forked: ForkedTrainer, tmp_path: Path) -> None:
     """HSDP with sharding within nodes is bit-equal to 4 ranks of one node."""
     one_node = run_forked(arguments(data, tmp_path / "one", 2, **HYBRID), 4, tmp_path / "one")

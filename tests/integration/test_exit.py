@@ -24,6 +24,7 @@ sys.stdout.write(f"gloo threads: {names.count('pt_gloo_runloop')}\\n")
 """
 
 
+@pytest.mark.nightly
 def test_host_groups_are_destroyed_before_the_process_ends(text, tmp_path):
     """A gloo thread that frees tensors after the end of Python would abort a complete run.
 
@@ -57,7 +58,11 @@ Metrics.__init__ = wait
 
 @pytest.mark.parametrize(
     ("ngpu", "signum", "code"),
-    [(1, signal.SIGINT, 130), (1, signal.SIGTERM, 75), (2, signal.SIGTERM, 75)],
+    [
+        (1, signal.SIGINT, 130),
+        pytest.param(1, signal.SIGTERM, 75, marks=pytest.mark.nightly),
+        pytest.param(2, signal.SIGTERM, 75, marks=pytest.mark.nightly),
+    ],
 )
 def test_signal_during_startup_gives_the_code_of_the_signal(text, tmp_path, ngpu, signum, code):
     """There is no progress to save, so no rank waits for an agreement."""

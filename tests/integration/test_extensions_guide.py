@@ -35,6 +35,7 @@ def titan(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.nightly
 def test_the_example_trains_and_generates(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(block("toml"))
     (tmp_path / "my_extensions.py").write_text(block("python"))

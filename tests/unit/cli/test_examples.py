@@ -205,6 +205,7 @@ def test_a_command_ends_if_its_output_cannot_be_written(
 # ---- titan train, check, generate
 
 
+@pytest.mark.nightly
 def test_train(tmp_path: Path) -> None:
     tiny = ["training.seq_len 32", "model.args.dim 32", "model.args.n_heads 4"]
     tiny += ["model.args.n_layers 1", "validation.enable false"]
