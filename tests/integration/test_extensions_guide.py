@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.harness.runner import ROOT
 from torchtitan_like.extensions.names import PARAMETERS
 
