@@ -24,7 +24,7 @@ LAYOUTS = {
     "pp": (2, {PP: 2, SCHEDULE: "1F1B", **FULL_STAGES}),
     "zero-bubble": (2, {PP: 2, SCHEDULE: "ZBVZeroBubble", "model.args.n_layers": 4, **FULL_STAGES}),
 }
-NIGHTLY = ("one-rank-bfloat16", "ddp", "cp", "pp")
+NIGHTLY = ("one-rank-bfloat16", "ddp", "fsdp-tp", "cp", "pp")
 
 
 def run_cell_with_log(argv):

@@ -213,7 +213,7 @@ RUNS = {
     "recomputed per op": (Run(recompute="op"), [FORWARD, SAVED_PER_OP, FORWARD]),
     "whole model": (Run(simple=True), WHOLE),
 }
-EVERY_RUN = ("block", "recomputed per op")
+EVERY_RUN = ("recomputed per op",)
 RUN_CELLS = [
     pytest.param(name, marks=[] if name in EVERY_RUN else pytest.mark.nightly) for name in RUNS
 ]

@@ -187,7 +187,12 @@ def test_restart_on_another_layout_continues_the_data(folder, reference):
     assert digests(folder, "restarted") == digests(folder, "one")
 
 
-RAMP = {"training.batch_ramp": "2,2,12", "training.global_batch_size": 8, "training.seq_len": 32}
+RAMP = {
+    "training.batch_ramp": "2,2,12",
+    "training.global_batch_size": 8,
+    "training.seq_len": 32,
+    "validation.enable": "false",
+}
 
 
 def test_batch_ramp_continues_at_the_same_sample(folder):

@@ -24,7 +24,8 @@ CELLS = Cells(
 EVERY_RUN = [
     ("tp", "op"),
     ("cp-ulysses", "together"),
-    ("ep-etp", "together"),
+    ("ep", "together"),
+    ("etp", "together"),
     ("pp-1f1b", "together"),
 ]
 

@@ -187,6 +187,7 @@ def test_options_of_other_cases_are_refused(tmp_path, step, capsys, source, opti
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+@pytest.mark.nightly
 def test_steps_and_shards_are_exported_under_torchrun(tmp_path, step, repo_root):
     """Run the commands in another folder; they write the bytes of a single process."""
     path, _ = step

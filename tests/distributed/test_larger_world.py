@@ -59,7 +59,7 @@ def train_on_ranks_1_and_2(argv):
     return total.item()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("tp", marks=pytest.mark.nightly)])
 def test_some_ranks_train_while_others_do_other_collectives(layout: str, tmp_path: Path) -> None:
     """They have the numbers of two ranks alone, bit for bit."""
     changes = {"training.local_batch_size": 4 if layout == "fsdp" else 8, **LAYOUTS[layout]}

@@ -35,7 +35,8 @@ CELLS = Cells(
     absent=(),
 )
 EVERY_RUN = [
-    ("ep-etp", "together"),
+    ("ep", "together"),
+    ("etp", "together"),
     ("documents-cp-allgather", "together"),
 ]
 

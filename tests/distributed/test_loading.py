@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -117,6 +118,17 @@ def test_warm_start_loads_only_the_weights(tmp_path, tied):
     assert [line in log for log in logs] == [False, True]
 
 
+INTERVAL = {**SAVING, "checkpoint.interval": 2}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    """The folder of a run of 4 steps."""
+    folder = tmp_path_factory.mktemp("loading") / "run"
+    run_ranks(train, 2, options(str(folder), "float32", **INTERVAL, **{"training.steps": 4}))
+    return folder
+
+
 def start_error(argv):
     try:
         build(argv)
@@ -148,11 +160,12 @@ def start_error(argv):
         ),
     ],
 )
-def test_failed_start_leaves_the_checkpoint_folder_unchanged(tmp_path, changes, words):
+def test_failed_start_leaves_the_checkpoint_folder_unchanged(
+    two_checkpoints, tmp_path, changes, words
+):
     """Every rank raises the error, and later steps keep their names."""
-    run = {**SAVING, "checkpoint.interval": 2}
-    run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
-    load_options = {**run, "checkpoint.load_step": 2, **changes}
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    load_options = {**INTERVAL, "checkpoint.load_step": 2, **changes}
     for error in run_ranks(
         start_error, 2, options(str(tmp_path / "run"), "float32", **load_options)
     ):
@@ -161,19 +174,18 @@ def test_failed_start_leaves_the_checkpoint_folder_unchanged(tmp_path, changes, 
         "step-2",
         "step-4",
     ]
-    states = run_ranks(
-        state_at_start,
-        2,
-        options(str(tmp_path / "run"), "float32", **run, **{"checkpoint.load_step": 2}),
-    )
-    assert states[0][0] == 2
+
+
+def test_successful_start_renames_later_steps(two_checkpoints, tmp_path):
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    load_options = {**INTERVAL, "checkpoint.load_step": 2}
+    argv = options(str(tmp_path / "run"), "float32", **load_options)
+    assert run_ranks(state_at_start, 2, argv)[0][0] == 2
     names = sorted(
         path.name.split(".superseded")[0] for path in (tmp_path / "run/checkpoint").iterdir()
     )
     assert names == ["step-2", "step-4"]
-    assert not (tmp_path / "run/checkpoint/step-4").exists(), (
-        "a successful start renames later steps"
-    )
+    assert not (tmp_path / "run/checkpoint/step-4").exists()
 
 
 def start_step_with_late_files(argv, late_folder):
@@ -193,11 +205,10 @@ def start_step_with_late_files(argv, late_folder):
         Path.stat = stat
 
 
-def test_start_waits_for_a_step_that_one_node_sees_late(tmp_path):
+def test_start_waits_for_a_step_that_one_node_sees_late(two_checkpoints, tmp_path):
     """Rank 0 sees the whole step, so the run must use it and must not rename it."""
-    run = {**SAVING, "checkpoint.interval": 2}
-    run_ranks(train, 2, options(str(tmp_path / "run"), "float32", **run, **{"training.steps": 4}))
-    argv = options(str(tmp_path / "run"), "float32", **run)
+    shutil.copytree(two_checkpoints, tmp_path / "run")
+    argv = options(str(tmp_path / "run"), "float32", **INTERVAL)
     assert run_ranks(start_step_with_late_files, 2, argv, tmp_path / "run/checkpoint/step-4") == [
         4,
         4,

@@ -67,7 +67,6 @@ LAYOUTS |= {
 # The cells of test_moe_balance.py make the same comparison on fsdp, tp, cp, pp and ep-etp.
 EVERY_RUN = [
     ("ep", "compile"),
-    ("ep-fsdp-tp", "together"),
     ("etp", "together"),
     ("ep-pp-1f1b", "together"),
 ]

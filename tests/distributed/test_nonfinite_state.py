@@ -41,17 +41,20 @@ def run_with_nan_state(argv, name, step):
 
 WEIGHT = "model.output.weight"
 MOMENT = "optimizer.state.output.weight.exp_avg"
+EXPORTING = {"checkpoint.async_mode": "async", "checkpoint.hf_interval": 4}
+FIRST_STEP = {"checkpoint.enable_first_step_checkpoint": "true"}
 
 
 @pytest.mark.parametrize(
     ("interval", "step", "name", "published", "settings"),
     [
-        (4, 5, WEIGHT, [4], {}),  # step 6 has NaN gradients, and the run saves step 5
-        (2, 4, WEIGHT, [2], {}),  # the checkpoint of step 4 detects it
-        (2, 4, MOMENT, [2], {"checkpoint.async_mode": "async", "checkpoint.hf_interval": 4}),
-        (100, 1, WEIGHT, [], {"checkpoint.enable_first_step_checkpoint": "true"}),
+        # Step 6 has NaN gradients, and the run saves step 5.
+        pytest.param(4, 5, WEIGHT, [4], {}, id="halted"),
+        # The checkpoint of step 4 detects it.
+        pytest.param(2, 4, WEIGHT, [2], {}, id="interval", marks=pytest.mark.nightly),
+        pytest.param(2, 4, MOMENT, [2], EXPORTING, id="optimizer"),
+        pytest.param(100, 1, WEIGHT, [], FIRST_STEP, id="first step", marks=pytest.mark.nightly),
     ],
-    ids=["halted", "interval", "optimizer", "first step"],
 )
 def test_nonfinite_checkpoint_is_never_published(
     tmp_path, interval, step, name, published, settings

@@ -40,14 +40,14 @@ LAYOUTS = {name: (dense, *row) for name, row in dense.LAYOUTS.items()} | {
     f"moe-{name}": (experts, *row) for name, row in experts.LAYOUTS.items()
 }
 EVERY_RUN = {
-    "muon": ["fsdp", "fsdp-tp", "pp-fsdp", "moe-ep-one-expert", "moe-ep-etp"],
-    "lion": ["fsdp-tp"],
+    "muon": ["fsdp", "fsdp-tp", "moe-ep-etp"],
+    "lion": ["fsdp"],
     "adamw": ["hsdp"],
     "adamw8bit": ["fsdp-tp"],
 }
 # Every layout of Muon that is not in every run is in nightly runs, and these ones.
 NIGHTLY = {
-    "lion": ["pp-fsdp", "moe-ep-fsdp"],
+    "lion": ["fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
     "adamw": [],
     "adamw8bit": ["hsdp", "pp-fsdp", "moe-ep-fsdp"],
 }
@@ -161,7 +161,15 @@ RESUMED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("muon", marks=pytest.mark.nightly),  # test_a_run_moves_between_layouts
+        pytest.param("lion", marks=pytest.mark.nightly),
+        "adamw8bit",
+        "stochastic",
+    ],
+)
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
     if name == "adamw8bit":
         pytest.importorskip("torchao")

@@ -67,6 +67,7 @@ FLOAT64_ONLY = {
     "compile-ac-full",
     "compile-memory-budget",
 }
+# These run in one dtype in every run, and in the other one nightly.
 FLOAT32_IN_EVERY_RUN = ("fsdp-4", "ddp-4", "fsdp-2-accumulate", "chunked-loss", "foreach")
 NIGHTLY = ("accumulate-8x1", "compile-ac-full")
 # Settings that change the model or the samples, so the reference run needs them too.
@@ -95,7 +96,7 @@ def run(folder, name, dtype, mutation=""):
 
 
 def is_long(name, dtype):
-    return name in NIGHTLY or dtype == "float32" and name not in FLOAT32_IN_EVERY_RUN
+    return name in NIGHTLY or (dtype == "float32") != (name in FLOAT32_IN_EVERY_RUN)
 
 
 @pytest.mark.parametrize(

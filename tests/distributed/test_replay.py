@@ -201,7 +201,10 @@ def assert_embedding_is_reported(result, bundle):
     assert result["bad_values"] == ["tok_embeddings.weight"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    ["fsdp", pytest.param("ddp, accumulation", marks=pytest.mark.nightly), "tp"],
+)
 def test_stopped_run_pins_its_checkpoint_and_is_reproduced(tmp_path, layout, capsys, monkeypatch):
     endings = run(tmp_path, layout)
     assert [ending[:2] for ending in endings] == [(ExitCode.BAD_NUMBERS, BAD_STEP - 1)] * 2

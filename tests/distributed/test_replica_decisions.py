@@ -34,7 +34,7 @@ LAYOUTS = {
     "ddp x pp": (4, 2, DDP | PP),
     "ddp x cp": (4, 2, DDP | CP),
 }
-REGULAR_LAYOUTS = ("tp", "ddp x tp", "simple_fsdp ddp")
+REGULAR_LAYOUTS = ("tp", "simple_fsdp ddp")
 ALL_LAYOUTS = [
     pytest.param(name, marks=[] if name in REGULAR_LAYOUTS else pytest.mark.nightly)
     for name in LAYOUTS
@@ -161,7 +161,7 @@ def test_all_ranks_skip_the_same_step_and_replicas_stay_equal(tmp_path, layout):
     assert before.keys() == after.keys() and before != after
 
 
-@pytest.mark.parametrize("layout", ["ddp", "ddp x tp"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("ddp x tp", marks=pytest.mark.nightly)])
 def test_finite_corruption_on_one_replica_is_a_spike_on_all_ranks(tmp_path, layout):
     spikes = {"resilience.on_spike": "skip", "resilience.spike_window": 8, "training.steps": 11}
     num_ranks, argv = arguments(tmp_path, layout, **spikes)

@@ -338,23 +338,7 @@ def test_run_resumes_from_the_step_before_a_damaged_one(tmp_path):
     assert len(names) == 4, "the damaged step must be kept under another name"
 
 
-def test_run_with_only_damaged_checkpoints_does_not_start_anew(tmp_path):
-    run(tmp_path / "run", **{"training.steps": 2})
-    damage(tmp_path / "run/checkpoint/step-2/shard-00000.bin")
-    argv = options(str(tmp_path / "run"), "float32", **SAVING, **{"training.steps": 4})
-    for error in run_ranks(start_error, 2, argv):
-        assert "shard-00000.bin" in error and "DamagedError" in error
-    assert len(metric_rows(tmp_path / "run")) == 2, "the metrics must be unchanged"
-
-
-def start_error(argv):
-    try:
-        release(build(argv))
-    except CheckpointError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
-
-
+@pytest.mark.nightly  # tests/integration/test_features.py extends such a run in every run
 def test_finished_run_continues_after_a_model_only_checkpoint(tmp_path):
     changes = {
         "checkpoint.interval": 3,
@@ -413,7 +397,10 @@ CHAINS = {
 }
 
 
-@pytest.mark.parametrize("chain", CHAINS)
+@pytest.mark.parametrize(
+    "chain",
+    [pytest.param(name, marks=[] if name == "all" else pytest.mark.nightly) for name in CHAINS],
+)
 def test_run_continues_on_a_chain_of_layouts(tmp_path, chain):
     """Each layout trains two steps with the same global batch.
 
@@ -485,7 +472,7 @@ def first_loss(argv):
     return loss.item().hex()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.nightly)])
 def test_model_only_checkpoint_has_the_export_dtype(tmp_path, dtype):
     changes = {"checkpoint.last_save_model_only": "true", "checkpoint.export_dtype": dtype}
     run(tmp_path / "run", **changes, **{"training.steps": 2})

@@ -327,7 +327,7 @@ def test_gradients_are_reduced_in_the_requested_dtype(reduce_dtype):
 
 
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
-    ("default", "full", 2),
+    pytest.param("default", "full", 2, marks=pytest.mark.nightly),
     pytest.param("default", "none", 1, marks=pytest.mark.nightly),
     pytest.param("default", "op", 1, marks=pytest.mark.nightly),
     pytest.param("always", "full", 1, marks=pytest.mark.nightly),

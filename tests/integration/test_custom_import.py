@@ -63,11 +63,11 @@ register(dataclasses.replace(get_spec("llama3"), name="lazy", check=check))
 @pytest.mark.parametrize(
     ("setting", "current"),
     [
+        pytest.param(CUSTOM_IMPORT.format("my_code.py"), "elsewhere", id="a file next to the TOML"),
         pytest.param(
-            CUSTOM_IMPORT.format("my_code.py"), "elsewhere", id="a file next to the TOML"
-        ),
-        pytest.param(
-            CUSTOM_IMPORT.format("my_code"), "configs", id="a module of the current folder",
+            CUSTOM_IMPORT.format("my_code"),
+            "configs",
+            id="a module of the current folder",
             marks=pytest.mark.nightly,
         ),
         pytest.param('[lr_scheduler]\nname = "my_code:constant"', "configs", id="a name"),

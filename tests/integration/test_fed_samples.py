@@ -250,6 +250,7 @@ def expected(corpus: Mapping[str, Path]) -> list[Sample]:
     return plain_loop(corpus)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("layout", TESTED_LAYOUTS, ids=str)
 def test_ranks_read_the_samples_of_a_plain_loop(
     fork_server: Starter,

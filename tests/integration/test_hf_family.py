@@ -27,6 +27,7 @@ def documented_commands() -> list[list[str]]:
     return [shlex.split(line)[1:] for line in lines]
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_documented_commands_train_resume_and_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -130,6 +130,7 @@ def test_run_stopped_at_7_and_killed_at_13_equals_uninterrupted_run(
     assert exact_rows(folder) == uninterrupted
 
 
+@pytest.mark.nightly
 def test_run_with_load_step_resumes_after_a_kill(
     text, uninterrupted, fork_server, run_forked, tmp_path
 ):
