@@ -136,7 +136,7 @@ EVERY_RUN = {
         *(name for name, (ranks, _) in LAYOUTS.items() if ranks == 2),
         *("hsdp", "fsdp-tp", "tp-cp", "pp-fsdp-zbv", "pp-fsdp-tp"),
     ),
-    "compile": ("fsdp", "simple-fsdp", "tp", "pp-interleaved", "cp-allgather", "fsdp-tp"),
+    "compile": ("fsdp", "tp", "pp-interleaved", "cp-allgather", "fsdp-tp"),
     "validate": ("ddp", "fsdp", "hsdp", "tp", "pp-1f1b", "cp-allgather", "cp-ring"),
 }
 

@@ -253,10 +253,8 @@ def test_gradients_accumulate_over_micro_batches():
     assert_equal(outcomes("hsdp-2x2", num_micro=2)[0], one_rank())
 
 
-@pytest.mark.parametrize(
-    ("layout", "recompute"),
-    [("ddp-2", "none"), pytest.param("fsdp-2-tp-2", "full", marks=pytest.mark.nightly)],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("layout", "recompute"), [("ddp-2", "none"), ("fsdp-2-tp-2", "full")])
 def test_compiled_graph_gives_the_results_of_one_rank(layout, recompute):
     """Later tests and test_matrix.py compare further compiled graphs."""
     actual = outcomes(layout, backend="aot_eager", recompute=recompute, n_layers=1)[0]
@@ -415,6 +413,7 @@ def test_weights_of_a_block_share_collectives(layout):
             assert graph.after[f"{kind} elements"] == graph.before[f"{kind} elements"]
 
 
+@pytest.mark.nightly
 def test_merged_collectives_work_with_mixed_precision():
     """Weights are gathered in bfloat16 and reduced in float32, as in FSDP2."""
     options = Options(backend="aot_eager", buckets=BLOCKS[:1], n_layers=1, **MIXED)
@@ -509,7 +508,7 @@ def training_and_validation_loss(backend):
         return training_loss, model.eval()(samples[:, :-1], samples[:, 1:]).item()
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.nightly)])
 def test_validation_loss_equals_training_loss(backend):
     training_loss, validation_loss = run_ranks(
         training_and_validation_loss, 2, backend, timeout=240

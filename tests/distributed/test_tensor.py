@@ -291,6 +291,7 @@ NIGHTLY = {
     "fsdp-2-tp-2-qwen3",
     "fsdp-2-tp-2-ac-full",
     "tp-2-compile-ac-full",
+    "tp-2-compile-ac-per-op",
 }
 CELLS = [
     pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in LAYOUTS

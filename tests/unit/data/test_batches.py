@@ -97,8 +97,18 @@ def test_every_layout_reads_the_samples_of_a_plain_loop(
         assert [share.first_samples for share in shares] == firsts
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 8), (2, 2, 2), (4, 1, 2)], ids=str)
-@pytest.mark.parametrize("seq_len", [1, 16, 700])
+@pytest.mark.parametrize(
+    ("seq_len", "layout"),
+    [
+        (1, (2, 2, 2)),
+        (16, (1, 1, 8)),
+        (16, (2, 2, 2)),
+        (16, (4, 1, 2)),
+        (700, (1, 1, 8)),
+        (700, (4, 1, 2)),
+    ],
+    ids=str,
+)
 def test_positions_count_from_each_documents_start_in_the_sample(
     build: Build,
     corpus_file: Path,

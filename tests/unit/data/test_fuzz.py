@@ -31,7 +31,7 @@ from .conftest import ASSETS
 from .independent_reader import Row, Run, Source, steps
 from .token_writers import write_flat, write_megatron, write_npy
 
-NUM_IN_EVERY_RUN, NUM_NIGHTLY = 50, 550
+NUM_IN_EVERY_RUN, NUM_NIGHTLY = 25, 550
 WORDS = [
     "to",
     "be",

@@ -47,9 +47,10 @@ def checkpointed(forward, mode):
     ("backend", "mode"),
     [
         *((backend, mode) for backend in ("", "aot_eager") for mode in ("none", "full", "op")),
-        ("inductor", "full"),
-        pytest.param("inductor", "none", marks=pytest.mark.nightly),
-        pytest.param("inductor", "op", marks=pytest.mark.nightly),
+        *(
+            pytest.param("inductor", mode, marks=pytest.mark.nightly)
+            for mode in ("none", "full", "op")
+        ),
     ],
 )
 def test_every_training_token_counts_once(backend, mode):

@@ -209,7 +209,7 @@ def test_a_compiled_step_equals_an_eager_one(backend, has_documents):
         assert (value - expected_value).norm() <= 1e-5 * expected_value.norm()
 
 
-@pytest.mark.parametrize("has_documents", [False, True])
+@pytest.mark.parametrize("has_documents", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_blocks_compile_for_other_devices_than_a_cpu(has_documents):
     """Tensors on `meta` take the paths of a GPU in half precision."""
     args = resolve_args(GPT_OSS, "debugmodel", {**SMALL, "attn_type": "sdpa"})
