@@ -234,6 +234,7 @@ def default_graphs() -> list[dict[str, int]]:
     return [dict(graph) for graph in graphs]
 
 
+@pytest.mark.nightly
 def test_asynchronous_collectives_are_off_by_default() -> None:
     plain = {GATHER: 2, SCATTER: 2}
     assert run_ranks(default_graphs, 2) == [[plain] * 3] * 2

@@ -56,10 +56,17 @@ def seconds(group):
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-@pytest.mark.parametrize(("world_size", "overrides"), [
-    (2, {}), (2, {"parallelism.data_parallel_replicate_degree": 2}),
-    (4, {"parallelism.data_parallel_replicate_degree": 2}),
-], ids=["fsdp", "ddp", "hsdp"])  # fmt: skip
+REPLICATE = {"parallelism.data_parallel_replicate_degree": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        pytest.param(2, {}, id="fsdp"),
+        pytest.param(2, REPLICATE, id="ddp"),
+        pytest.param(4, REPLICATE, id="hsdp", marks=pytest.mark.nightly),
+    ],
+)
 def test_group_timeouts_are_shortened_after_the_first_step_of_a_process(
     tmp_path, world_size, overrides
 ):

@@ -97,7 +97,16 @@ def check_losses(folder: Path, reference: Path = STORED) -> None:
     assert rows[0]["n_tokens_seen"] == (SAVED + 1) * 4 * 16
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+NIGHTLY = ("pipeline over FSDP",)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else [])
+        for name in LAYOUTS
+    ],
+)
 def test_the_next_losses_equal_those_of_torchtitan(tmp_path: Path, layout: str) -> None:
     ranks, options = LAYOUTS[layout]
     argv = [*resume_arguments(tmp_path / "run"), *SKIP, *options]

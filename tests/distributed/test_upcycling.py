@@ -27,9 +27,9 @@ SINGLE = {"training.local_batch_size": 8}
 EVERY_RUN = {
     "one-rank": (1, {}),
     "ep": (2, {EP: 2}),
-    "pp-fsdp": (4, pipeline("1F1B")),
 }
 NIGHTLY = {
+    "pp-fsdp": (4, pipeline("1F1B")),
     "ep-etp": (4, {EP: 2, TP: 2, ETP: 2}),
     "fsdp": (2, {}),
     "hsdp-ep": (4, {EP: 2, REPLICATE: 2, "training.local_batch_size": 2}),

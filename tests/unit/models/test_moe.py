@@ -272,7 +272,12 @@ def test_repeated_passes_are_bit_equal():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-13), (torch.bfloat16, 0.02)]
+    ("dtype", "limit"),
+    [
+        pytest.param(torch.float32, 1e-5, marks=pytest.mark.nightly),
+        (torch.float64, 1e-13),
+        pytest.param(torch.bfloat16, 0.02, marks=pytest.mark.nightly),
+    ],
 )
 def test_the_layer_compiles_as_one_graph_for_any_number_of_tokens(dtype, limit):
     """The kernels are the same. Gradients of a tensor with several uses are summed in another order."""

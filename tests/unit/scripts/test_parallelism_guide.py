@@ -28,6 +28,7 @@ def read_command(guide: str, start: str) -> tuple[list[str], str]:
     return shlex.split(match[0])[1:], match[1]
 
 
+@pytest.mark.nightly
 def test_the_count_equals_the_collectives_of_a_step(guide: str, repo_root: Path) -> None:
     arguments, output = read_command(guide, "python scripts/count_collectives.py")
     done = subprocess.run(
