@@ -291,7 +291,7 @@ DOCUMENTS = {"model.args.attn_mask_type": "block_causal"}
 TRAINED = [
     ("allgather", 2, 1, 2),
     ("ulysses", 2, 1, 2),
-    ("allgather", 4, 2, 2),
+    pytest.param("allgather", 4, 2, 2, marks=pytest.mark.nightly),
     pytest.param("ulysses", 4, 2, 2, marks=pytest.mark.nightly),
     pytest.param("allgather", 4, 1, 4, marks=pytest.mark.nightly),
     pytest.param("ulysses", 4, 1, 4, marks=pytest.mark.nightly),

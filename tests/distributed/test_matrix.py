@@ -134,10 +134,10 @@ def run(folder, layout, option, dtype, mutation="", timeout=60):
 EVERY_RUN = {
     "together": (
         *(name for name, (ranks, _) in LAYOUTS.items() if ranks == 2),
-        *("hsdp", "fsdp-tp", "tp-cp", "pp-fsdp-zbv", "pp-fsdp-tp"),
+        *("hsdp", "fsdp-tp", "tp-cp", "pp-fsdp-tp"),
     ),
-    "compile": ("fsdp", "tp", "pp-interleaved", "cp-allgather", "fsdp-tp"),
-    "validate": ("ddp", "fsdp", "hsdp", "tp", "pp-1f1b", "cp-allgather", "cp-ring"),
+    "compile": ("fsdp", "tp", "pp-interleaved", "cp-allgather"),
+    "validate": ("fsdp", "hsdp", "tp", "pp-1f1b", "cp-allgather"),
 }
 
 

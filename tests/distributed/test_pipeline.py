@@ -257,7 +257,12 @@ SPLITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", SPLITS)
+SPLIT_CELLS = [  # test_matrix.py compiles a pipeline in every run
+    pytest.param(name, marks=[pytest.mark.nightly] if name == "compiled" else []) for name in SPLITS
+]
+
+
+@pytest.mark.parametrize("name", SPLIT_CELLS)
 def test_splits_and_block_options_equal_one_rank(name):
     world_size, schedule, options = SPLITS[name]
     check(run_ranks(trace_pipeline, world_size, schedule, options))
@@ -378,7 +383,9 @@ def test_resharded_weights_get_all_their_gradients(schedule):
     )
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.nightly)]
+)
 def test_messages_have_the_compute_dtype(schedule):
     options = {"dtype": "float32", "compute_dtype": "bfloat16"}
     results = run_ranks(trace_with_data_parallel, 4, schedule, "dp_shard", options)

@@ -324,6 +324,7 @@ def damage(path):
     path.write_bytes(content)
 
 
+@pytest.mark.nightly  # tests/faults/test_damage.py resumes from damaged steps in every run
 def test_run_resumes_from_the_step_before_a_damaged_one(tmp_path):
     changes = {"checkpoint.interval": 2, "lr_scheduler.total_steps": 6}
     run(tmp_path / "straight", **changes, **{"training.steps": 6})

@@ -433,6 +433,7 @@ def error_of_wrong_bucket():
         return str(error)
 
 
+@pytest.mark.nightly
 def test_bucket_without_any_merge_is_an_error():
     assert (
         "none of 12 collectives in a compiled graph could be merged"

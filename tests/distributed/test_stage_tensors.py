@@ -42,7 +42,7 @@ LAYOUTS = {
     "fsdp": (4, {SCHEDULE: "InterleavedZeroBubble", "training.local_batch_size": 4, **LESS}),
     "tensor-parallel": (4, {SCHEDULE: "1F1B", TP: 2, **LESS, **ONLY_GRADIENTS}),
 }
-NIGHTLY = ("dualpipe-v-on-four-ranks", "embedding-stage", "tensor-parallel")
+NIGHTLY = ("dualpipe-v-on-four-ranks", "embedding-stage", "fsdp", "tensor-parallel")
 
 
 def build_argv(folder, **overrides):

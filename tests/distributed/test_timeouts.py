@@ -63,7 +63,7 @@ REPLICATE = {"parallelism.data_parallel_replicate_degree": 2}
     ("world_size", "overrides"),
     [
         pytest.param(2, {}, id="fsdp"),
-        pytest.param(2, REPLICATE, id="ddp"),
+        pytest.param(2, REPLICATE, id="ddp", marks=pytest.mark.nightly),
         pytest.param(4, REPLICATE, id="hsdp", marks=pytest.mark.nightly),
     ],
 )

@@ -140,6 +140,7 @@ def test_documented_command_lines_of_torchtitan_train(start: str, tmp_path: Path
     assert (tmp_path / "checkpoint/step-1/manifest.json").exists()
 
 
+@pytest.mark.nightly
 def test_printed_sample_command_works(trained) -> None:
     folder, process = trained
     sample = process.stdout.splitlines()[-1].removeprefix("Sample: ")

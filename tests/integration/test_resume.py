@@ -161,6 +161,7 @@ def test_sigterm_saves_a_checkpoint_and_returns_the_requeue_code(
     assert exact_rows(folder) == uninterrupted
 
 
+@pytest.mark.nightly  # tests/distributed/test_saving.py resumes on other layouts in every run
 def test_resume_on_other_numbers_of_ranks_gives_the_same_losses(
     text, uninterrupted, run_forked, tmp_path
 ):

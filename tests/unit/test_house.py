@@ -120,7 +120,7 @@ run.main(sys.argv[1:])
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_one_rank_imports_few_modules(tmp_path: Path, dtype: str) -> None:
     """Nothing imports DTensor or torch's compiler before the optimizer, which needs it."""
     options = {

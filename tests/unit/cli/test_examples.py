@@ -170,8 +170,12 @@ def test_every_command_prints_or_writes() -> None:
 
 @pytest.mark.parametrize(
     ("output", "code", "num_messages"),
-    [(closed_pipe, 128 + signal.SIGPIPE, 0), (full_disk, 74, 1)],
-    ids=["closed pipe", "full disk"],
+    [
+        pytest.param(
+            closed_pipe, 128 + signal.SIGPIPE, 0, id="closed pipe", marks=pytest.mark.nightly
+        ),
+        pytest.param(full_disk, 74, 1, id="full disk"),
+    ],
 )
 def test_a_command_ends_if_its_output_cannot_be_written(
     trained: Path,

@@ -45,7 +45,7 @@ def test_a_plan_says_what_it_cannot_know() -> None:
     assert kept.startswith('activation_checkpoint.mode = "memory_budget": planned as "none"')
 
 
-@pytest.mark.parametrize("kernel", ["flex", "varlen"])
+@pytest.mark.parametrize("kernel", [pytest.param("flex", marks=pytest.mark.nightly), "varlen"])
 def test_kernels_of_masks_are_planned_as_causal_attention(kernel: str) -> None:
     settings = (
         "--activation_checkpoint.mode=none",

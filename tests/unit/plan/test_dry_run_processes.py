@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 
 CONFIG = Path(__file__).resolve().parents[3] / "train_configs/debug_model.toml"
 
 
+@pytest.mark.nightly
 def test_dry_runs_end_when_the_planner_was_killed() -> None:
     words = ["plan", str(CONFIG), "--world-size", "2", "--model.args.n_layers=8"]
     planner = subprocess.Popen(
