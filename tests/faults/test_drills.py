@@ -22,21 +22,20 @@ REGULAR = [
     "SIGTERM to all ranks: start",
     "SIGINT to all ranks: end of a step",
     "SIGINT to rank 1 while it saves after a SIGTERM",
+    "KILL: save",
+    "SAVE",
     "NaN in a gradient of rank 1: step",
     "full disk of rank 1: next batch",
     "SIGKILL, one process: save",
 ]
-# tests/distributed/test_run.py and test_saving.py test the switches and limits in every run.
 NIGHTLY = [
     "raise of rank 1: start",
     "raise of all ranks: validation",
     "SIGKILL of all ranks: end of a step",
     "SIGTERM to all ranks: step",
-    "KILL: save",
     "KILL: validation",
     "max_runtime_minutes",
     "max_cpu_mem_percent",
-    "SAVE",
     "full disk of rank 1: save",
     "stalled write of rank 1: save",
     "raise, one process: step",
