@@ -67,7 +67,7 @@ FLOAT64_ONLY = {
     "compile-ac-full",
     "compile-memory-budget",
 }
-# These run in one dtype in every run, and in the other one nightly.
+# In every run, these are in float32 and the others in float64. Nightly runs add the other dtype.
 FLOAT32_IN_EVERY_RUN = ("fsdp-4", "ddp-4", "fsdp-2-accumulate", "chunked-loss", "foreach")
 NIGHTLY = ("accumulate-8x1", "compile-ac-full")
 # Settings that change the model or the samples, so the reference run needs them too.
