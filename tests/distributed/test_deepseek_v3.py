@@ -44,7 +44,6 @@ MODEL = {
 CELLS = Cells(MODEL, LAYOUTS, absent=("multiple_of", "n_kv_heads"))
 settings = CELLS.settings
 EVERY_RUN = [
-    ("fsdp", "together"),
     ("tp", "op"),
     ("cp-ulysses", "together"),
     ("pp-uneven", "together"),

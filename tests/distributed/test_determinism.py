@@ -29,7 +29,7 @@ def equal_runs(folder, argv):
     ("world_size", "overrides"),
     [
         (1, {}),
-        (2, {"training.local_batch_size": 4}),
+        pytest.param(2, {"training.local_batch_size": 4}, marks=pytest.mark.nightly),
         (2, {"training.local_batch_size": 2, "training.mixed_precision_param": "bfloat16"}),
         pytest.param(
             4,

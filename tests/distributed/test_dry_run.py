@@ -216,7 +216,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, object]]] = {
     "ep x hsdp": (4, EVEN | {EP: 2, REPLICAS: 2}),
     "ep x cp": (2, EVEN | {EP: 2, CP: 2}),
 }
-EVERY_RUN = ("one rank", "fsdp", "ep")
+EVERY_RUN = ("one rank", "ep")
 
 
 def cells() -> list[Any]:

@@ -26,7 +26,6 @@ EVERY_RUN = [
     ("cp-ulysses", "together"),
     ("ep", "together"),
     ("etp", "together"),
-    ("pp-1f1b", "together"),
 ]
 
 

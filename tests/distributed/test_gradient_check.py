@@ -21,7 +21,7 @@ SETTINGS = {
     "resilience.verify_gradients_freq": CHECKED_STEP,
 }
 ACCUMULATION = (2, 2, {"training.local_batch_size": 2})
-REGULAR = ("pp", "accumulation", "experts")
+REGULAR = ("pp", "experts")
 EVERY_LAYOUT = [
     pytest.param(name, marks=[] if name in REGULAR else pytest.mark.nightly)
     for name in (*LAYOUTS, "accumulation", "experts")

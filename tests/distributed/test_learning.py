@@ -4,6 +4,7 @@ Parity tests would also pass if labels did not match their tokens.
 """
 
 import numpy as np
+import pytest
 
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
@@ -32,6 +33,7 @@ def unigram_entropy(tokens):
     return -sum(share * np.log(share) for share in shares if share)
 
 
+@pytest.mark.nightly
 def test_two_ranks_learn_the_next_token(tmp_path):
     """One small block reaches a lower loss than the unigram entropy.
 

@@ -20,7 +20,8 @@ LAYOUTS = {
 
 
 EVERY_LAYOUT = [
-    pytest.param(name, marks=[pytest.mark.nightly] if name == "hsdp" else []) for name in LAYOUTS
+    pytest.param(name, marks=[pytest.mark.nightly] if name in ("hsdp", "tp") else [])
+    for name in LAYOUTS
 ]
 
 

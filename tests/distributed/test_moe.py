@@ -64,9 +64,9 @@ LAYOUTS |= {
     "ep-pp-interleaved": (4, pipeline("Interleaved1F1B", layers=4, **{EP: 2})),
     "ep-pp-zbv": (4, pipeline("ZBVZeroBubble", layers=4, **{EP: 2})),
 }
-# The cells of test_moe_balance.py make the same comparison on fsdp, tp, cp, pp and ep-etp.
+# The cells of test_moe_balance.py make the same comparison on fsdp, tp, cp and ep-etp.
 EVERY_RUN = [
-    ("ep", "compile"),
+    ("ep", "together"),
     ("etp", "together"),
     ("ep-pp-1f1b", "together"),
 ]
@@ -120,7 +120,14 @@ def test_every_layout_equals_one_rank(folder, layout, option):
     compare(expected, cell, "float64")
 
 
-@pytest.mark.parametrize("mutation", EXPERT_MUTATIONS)
+FAULTS_IN_EVERY_RUN = ("rows of two tokens swapped", "weights not normalized")
+FAULTS = [
+    pytest.param(name, marks=[] if name in FAULTS_IN_EVERY_RUN else pytest.mark.nightly)
+    for name in EXPERT_MUTATIONS
+]
+
+
+@pytest.mark.parametrize("mutation", FAULTS)
 def test_an_injected_fault_fails_the_comparison(folder, mutation):
     expected, cell = run(folder, "ep", "together", mutation)
     with pytest.raises(AssertionError):

@@ -43,7 +43,6 @@ EVERY_RUN = [
     ("fsdp", "together", "bias"),
     ("tp", "together", "sequence"),
     ("cp-allgather", "together", "sequence"),
-    ("pp-zbv", "together", "bias"),
     ("fsdp", "together", "global"),
     ("ep-etp", "together", "sequence"),
 ]

@@ -43,13 +43,13 @@ EVERY_RUN = {
     "muon": ["fsdp", "fsdp-tp", "moe-ep-etp"],
     "lion": ["fsdp"],
     "adamw": ["hsdp"],
-    "adamw8bit": ["fsdp-tp"],
+    "adamw8bit": ["fsdp"],
 }
 # Every layout of Muon that is not in every run is in nightly runs, and these ones.
 NIGHTLY = {
     "lion": ["fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
     "adamw": [],
-    "adamw8bit": ["hsdp", "pp-fsdp", "moe-ep-fsdp"],
+    "adamw8bit": ["hsdp", "fsdp-tp", "pp-fsdp", "moe-ep-fsdp"],
 }
 CELLS = [
     pytest.param(
@@ -164,7 +164,7 @@ RESUMED = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("muon", marks=pytest.mark.nightly),  # test_a_run_moves_between_layouts
+        "muon",
         pytest.param("lion", marks=pytest.mark.nightly),
         "adamw8bit",
         "stochastic",
@@ -183,9 +183,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, name):
 MOVES = [(2, {}), (2, {dense.TP: 2}), (4, {dense.REPLICATE: 2}), (1, {})]
 
 
-@pytest.mark.parametrize(
-    "optimizer", ["muon", pytest.param("adamw8bit", marks=pytest.mark.nightly)]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("optimizer", ["muon", "adamw8bit"])
 def test_a_run_moves_between_layouts(tmp_path, optimizer):
     if optimizer == "adamw8bit":
         pytest.importorskip("torchao")

@@ -69,7 +69,7 @@ FLOAT64_ONLY = {
 }
 # In every run, these are in float32 and the others in float64. Nightly runs add the other dtype.
 FLOAT32_IN_EVERY_RUN = ("fsdp-4", "ddp-4", "fsdp-2-accumulate", "chunked-loss", "foreach")
-NIGHTLY = ("accumulate-8x1", "compile-ac-full")
+NIGHTLY = ("fsdp-4", "ddp-4", "accumulate-8x1", "compile-ac-per-op", "compile-ac-full")
 # Settings that change the model or the samples, so the reference run needs them too.
 SHARED = ("model.args.enable_weight_tying", "training.seq_len", "optimizer.groups.")
 

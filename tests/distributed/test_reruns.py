@@ -22,7 +22,7 @@ SETTINGS = {
     "checkpoint.keep_latest_k": 0,
     "activation_checkpoint.mode": "none",
 }
-REGULAR = ("tp", "experts")
+REGULAR = ("experts",)
 EVERY_LAYOUT = [
     pytest.param(name, marks=[] if name in REGULAR else pytest.mark.nightly)
     for name in (*LAYOUTS, "experts")

@@ -324,11 +324,9 @@ def test_gradients_are_reduced_in_the_requested_dtype(reduce_dtype):
     }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("reshard", "recompute", "n_layers"), [
-    pytest.param("default", "full", 2, marks=pytest.mark.nightly),
-    pytest.param("default", "none", 1, marks=pytest.mark.nightly),
-    pytest.param("default", "op", 1, marks=pytest.mark.nightly),
-    pytest.param("always", "full", 1, marks=pytest.mark.nightly),
+    ("default", "full", 2), ("default", "none", 1), ("default", "op", 1), ("always", "full", 1),
     ("never", "full", 1),
 ])  # fmt: skip
 def test_number_of_gathers_for_backward_in_a_compiled_graph(reshard, recompute, n_layers):

@@ -192,7 +192,7 @@ sys.meta_path.insert(0, Hold())
     ("launcher", "target", "signum", "code"),
     [
         pytest.param("run_train.sh", "launcher", signal.SIGINT, 130, marks=pytest.mark.nightly),
-        ("run_train.sh", "rank 1", signal.SIGTERM, 75),
+        pytest.param("run_train.sh", "rank 1", signal.SIGTERM, 75, marks=pytest.mark.nightly),
         pytest.param("torchrun", "launcher", signal.SIGTERM, 1, marks=pytest.mark.nightly),
         ("none", "rank 0", signal.SIGTERM, 75),
     ],

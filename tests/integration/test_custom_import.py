@@ -93,6 +93,7 @@ def test_missing_file_is_reported_with_its_path(tmp_path: Path) -> None:
     assert process.returncode == 78 and str(tmp_path / "absent.py") in process.stderr
 
 
+@pytest.mark.nightly
 def test_module_functions_can_import_from_the_current_folder(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(TOML.format(setting=CUSTOM_IMPORT.format("my_code")))
     (tmp_path / "my_code.py").write_text(LAZY_CODE)

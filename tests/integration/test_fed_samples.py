@@ -263,6 +263,7 @@ def test_ranks_read_the_samples_of_a_plain_loop(
     check(folder, list(run_parts(fork_server, corpus, folder, [(layout, STEPS)])), expected)
 
 
+@pytest.mark.nightly
 def test_resumes_on_other_layouts_after_kills_read_the_same_samples(
     fork_server: Starter, corpus: Mapping[str, Path], expected: Sequence[Sample], tmp_path: Path
 ) -> None:

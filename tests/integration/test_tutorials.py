@@ -121,6 +121,7 @@ def test_all_pages_are_tested() -> None:
     ]
 
 
+@pytest.mark.nightly
 def test_tutorial_laptop(folder: Path) -> None:
     output = run_commands(folder, "1_laptop.md")
     assert "Training starts at step 5" in output and "Resume: bit-exact" in output
@@ -136,6 +137,7 @@ def test_tutorial_your_data(folder: Path) -> None:
     assert (folder / "my_tokenizer/tokenizer.json").exists()
 
 
+@pytest.mark.nightly
 def test_tutorial_hugging_face(folder: Path) -> None:
     run_commands(folder, "3_hugging_face.md")
     assert {"config.json", "tokenizer.json"} <= {
@@ -143,11 +145,13 @@ def test_tutorial_hugging_face(folder: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_tutorial_slurm(folder: Path) -> None:
     run_commands(folder, "4_slurm.md")
     assert (folder / "jobs/train.slurm").exists()
 
 
+@pytest.mark.nightly
 def test_tutorial_when_a_run_breaks(folder: Path) -> None:
     output = run_commands(folder, "5_when_a_run_breaks.md")
     assert '"reason": "done"' in output

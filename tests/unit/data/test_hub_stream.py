@@ -129,7 +129,15 @@ def labels_of(batches: TrainBatches) -> Counter[int]:
     return counts
 
 
-@pytest.mark.parametrize("suffix", [".json.gz", ".jsonl", ".parquet", ".txt"])
+@pytest.mark.parametrize(
+    "suffix",
+    [
+        pytest.param(".json.gz", marks=pytest.mark.nightly),
+        ".jsonl",
+        ".parquet",
+        pytest.param(".txt", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_epoch_reads_every_file_in_shuffled_order(
     build: Build, the_hub: Hub, tmp_path: Path, suffix: str
 ) -> None:

@@ -355,7 +355,8 @@ def peak_memory(file: Path, tokenizer: Path, repo_root: Path) -> float:
 CHARACTERS = ASSETS.parent / "checkpoints" / "tokenizer"  # a token for each character
 
 
-@pytest.mark.parametrize("size", [10, pytest.param(299, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("size", [10, 299])
 def test_a_giant_document_needs_six_bytes_of_memory_per_byte(
     size: int, tmp_path: Path, repo_root: Path
 ) -> None:

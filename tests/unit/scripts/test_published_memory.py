@@ -41,10 +41,9 @@ def _record(num_layers: int, settings: tuple[str, ...] = ()) -> Recording:
     return record_ranks(config, num_ranks, [0])[0].recording
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
-    ("settings", "num_stages"),
-    [((), 1), pytest.param(PIPELINE, 2, marks=pytest.mark.nightly)],
-    ids=["fsdp", "pipeline"],
+    ("settings", "num_stages"), [((), 1), (PIPELINE, 2)], ids=["fsdp", "pipeline"]
 )
 def test_a_deepened_recording_allocates_like_one_of_all_layers(
     settings: tuple[str, ...], num_stages: int
