@@ -137,10 +137,10 @@ def test_code_that_a_stored_config_names_is_not_imported(
     seal(stored, dump_toml(load_stored_config(file, settings)))
     bundle, out = write_bundle(stored.parents[1]), tmp_path / "out"
     commands = [
-        *(TOOLS[tool](stored, out) for tool in ("export", "convert", "generate")),
+        *(TOOLS[tool](stored, out) for tool in ("export", "export to pt", "generate")),
         ["data", "show", str(stored), "--step", "1"],
         ["run", "replay", str(bundle)],
-        ["ckpt", "convert", str(stored), str(out), "--to", "torchtitan"],
+        ["ckpt", "export", str(stored), str(out), "--to", "torchtitan"],
     ]
     for argv in commands:
         assert titan(argv) != 0
