@@ -32,7 +32,7 @@ LAYOUTS = {  # name: (ranks, local batch, the degree set to 2); the global batch
     "cp-2": (2, 8, "context"),
     "pp-2": (2, 8, "pipeline"),
 }
-NIGHTLY = ("accumulated", "fsdp-2", "fsdp-4", "tp-2")
+NIGHTLY = ("accumulated", "fsdp-2", "fsdp-4", "tp-2", "pp-2")
 
 
 @pytest.fixture(scope="module")

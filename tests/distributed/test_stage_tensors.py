@@ -77,6 +77,7 @@ def test_equals_one_rank(folder, layout):
     compare(expected, run_ranks(run_cell, world_size, argv)[0], "float64")
 
 
+@pytest.mark.nightly
 def test_stage_tensors_keep_their_dtype(folder):
     """FSDP2 must not cast the float64 stage tensor to its compute dtype bfloat16."""
     argv = build_argv(folder / "narrow", **LAYOUTS["fsdp"][1], **{PP: 2, **BFLOAT16})
