@@ -199,10 +199,12 @@ def test_replay_imports_no_module_of_the_run(
     )
 
 
-def test_replay_imports_code_of_the_named_module(stored: Path, tmp_path: Path) -> None:
+def test_replay_imports_code_of_the_named_module(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The module is no change of the settings: the run has imported it for the name only."""
     (stored / f"{MODULE}.py").write_text("def run(step, total_steps, settings): return 1.0")
-    sys.path.append(str(stored))
+    monkeypatch.syspath_prepend(stored)
     changes = [f"--lr_scheduler.name={MODULE}:run", f"{FLAG}="]
     seal(stored, dump_toml(load_stored_config(stored / "config.toml", changes)))
     run = stored.parents[1]

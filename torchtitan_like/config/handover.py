@@ -78,13 +78,13 @@ class CheckedCommandLine(CommandLine):
         return [] if problem is None else [problem]
 
     def _load(self) -> JobConfig:
-        """Raises ConfigError, with only [job] and [checkpoint], before the user's names exist."""
+        """Raises ConfigError, with only [job] and [checkpoint], before the user's sections exist."""
         try:
             config = job_config().model_validate_json(json.dumps(self._settings))
         except ValidationError as error:
             known = {name: self._settings[name] for name in ("job", "checkpoint")}
             partial = JobConfig.model_validate_json(json.dumps(known))
-            expected = "a module that registers the names and sections of this configuration"
+            expected = "a module that registers the sections of this configuration"
             problem = Problem(CUSTOM_IMPORT_KEY, None, expected, involves=(CUSTOM_IMPORT_KEY,))
             raise ConfigError([problem], partial=partial) from error
         config._origins = self._origins

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.extensions import extensions_removed
+from tests.harness.extensions import forgotten
 from torchtitan_like.check import load_checked, load_with_files
 from torchtitan_like.config import ConfigError, dump_toml, handover, load_config
 from torchtitan_like.config.loader import CommandLine
@@ -67,9 +67,9 @@ def test_a_configuration_that_cannot_be_handed_over_is_read_by_each_rank(
 
 
 USER_CODE = """
-from torchtitan_like.extensions import Section, field, register
+from torchtitan_like.extensions import Section, field, register_section
 
-@register("section", "own")
+@register_section("own")
 class Own(Section):
     rate: float = field(0.5, "A rate.")
 """
@@ -82,12 +82,12 @@ def test_a_rank_imports_the_module_of_the_user(
     (tmp_path / "own.py").write_text(USER_CODE)
     words = [f"--experimental.custom_import={tmp_path / 'own.py'}", "--job.dump_folder=mine"]
     words += ["--own.rate=0.25"]
-    with extensions_removed():
+    with forgotten():
         launcher = CommandLine(words)
         assert launcher.import_extensions() == []
         text = handover.encode(launcher.load(), ())[handover.VARIABLE]
     monkeypatch.setenv(handover.VARIABLE, text)
-    with extensions_removed():
+    with forgotten():
         command_line = handover.take_command_line([])
         with pytest.raises(ConfigError) as caught:
             command_line.load()
@@ -96,7 +96,7 @@ def test_a_rank_imports_the_module_of_the_user(
         assert command_line.import_extensions() == []
         assert command_line.load().value_of("own.rate") == 0.25
     (tmp_path / "own.py").write_text("raise KeyError('absent')")
-    with extensions_removed():
+    with forgotten():
         monkeypatch.setenv(handover.VARIABLE, text)
         with pytest.raises(ConfigError) as refused:
             load_checked(handover.take_command_line([]), 1, training=True, device_type="cpu")
