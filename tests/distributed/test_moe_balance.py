@@ -45,6 +45,8 @@ EVERY_RUN = [
     ("cp-allgather", "together", "sequence"),
     ("fsdp", "together", "global"),
     ("ep-etp", "together", "sequence"),
+    ("fsdp", "compile", "global"),
+    ("pp-1f1b", BOTH, "sequence"),
 ]
 NIGHTLY = [
     (layout, option, method)
@@ -52,7 +54,7 @@ NIGHTLY = [
     for option in ("together", "compile")
     for method in METHODS
     if (layout, option, method) not in EVERY_RUN and not ("zbv" in layout and option == "compile")
-] + [("pp-1f1b", BOTH, "sequence")]
+]
 
 
 @functools.cache
