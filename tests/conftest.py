@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import locale
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,17 @@ def _kill_rank_pools() -> Iterator[None]:
     rank_pool = sys.modules.get("tests.harness.rank_pool")
     if rank_pool is not None:
         rank_pool.kill_all_pools()
+
+
+@pytest.fixture(autouse=True)
+def _restored_root_logger() -> Iterator[None]:
+    """Undo `init_logger`, which commands call: other tests run in the same process."""
+    root = logging.getLogger()
+    level, handlers = root.level, list(root.handlers)
+    yield
+    root.setLevel(level)
+    for handler in set(root.handlers).difference(handlers):
+        root.removeHandler(handler)
 
 
 @pytest.fixture

@@ -110,7 +110,6 @@ def test_a_cache_is_reused_without_reading_the_corpus(
     first = cache(corpus)
     monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
     caplog.set_level(logging.INFO)
-    caplog.clear()
     tokenizer = load_tokenizer(ASSETS)
     started = time.process_time()
     second = cache(corpus, tokenizer)
