@@ -126,7 +126,7 @@ def of_all_stages(trainer: Trainer, tensors: dict[str, np.ndarray]) -> dict[str,
 
 
 def build(argv: list[str]) -> Trainer:
-    """Build the trainer of this pool rank, like `launch.run_job`."""
+    """Build the trainer of this pool rank, like `run.run_job`."""
     torch._dynamo.reset()  # a fresh process has no compiled code either
     rank, world_size = dist.get_rank(), dist.get_world_size()
     run = resolve_run(argv, world_size)
@@ -141,7 +141,7 @@ def build(argv: list[str]) -> Trainer:
 
 
 def release(trainer: Trainer) -> None:
-    """Close the trainer, like `launch.run_job`."""
+    """Close the trainer, like `run.run_job`."""
     trainer.close()
     trainer.checkpointer.close()
     trainer.world.leave()
