@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,11 +17,41 @@ from torchtitan_like.distributed.data_parallel import GradientSync
 from torchtitan_like.distributed.determinism import derive_seed, seed_device
 from torchtitan_like.distributed.parallelize import ShardedModel
 from torchtitan_like.distributed.world import World
-from torchtitan_like.feed import Feed, Tokens
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.resilience.gradient_check import GradientCheck
+
+if TYPE_CHECKING:
+    from torchtitan_like.distributed.context import ContextParallel
+
+# Tokens, labels, and the tokens' positions in their documents (None if not requested).
+Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+class Feed:
+    """Copies batches to this rank's device.
+
+    context: shards sequences over the ranks of context parallelism; None: whole sequences.
+    """
+
+    def __init__(self, world: World, context: ContextParallel | None) -> None:
+        self._to_device = world.to_device
+        self._context = context
+
+    def shard(self, batch: Batch) -> Tokens:
+        """Return the batch (num_micro, local_batch, seq), sharded by context parallelism."""
+        tensors = batch.tokens, batch.labels, batch.positions
+        return tensors if self._context is None else self._context.shard(*tensors)
+
+    def to_device(self, local: Tokens, micro: int | slice) -> Tokens:
+        """Copy one micro-batch to the device as (rows, seq), or a slice of them as one batch."""
+        tokens, labels, positions = (
+            None if x is None else x[micro].view(-1, x.shape[-1]) for x in local
+        )
+        assert tokens is not None and labels is not None
+        positions = None if positions is None else self._to_device(positions)
+        return self._to_device(tokens), self._to_device(labels), positions
 
 
 class StepLosses(NamedTuple):

@@ -12,8 +12,8 @@ import torch
 
 from torchtitan_like.data.batches.batch import Batch, count_bytes, count_valid
 from torchtitan_like.distributed.data_parallel import free_gathered
-from torchtitan_like.feed import Feed
 from torchtitan_like.resilience.agreement import PendingAgreement, first_stop
+from torchtitan_like.step import Feed
 
 if TYPE_CHECKING:
     from torchtitan_like.build import DataParts
