@@ -329,6 +329,7 @@ CHECKS = {
     "titan data ": lambda words: parse_titan(words[1:]),
     "titan eval ": lambda words: parse_titan(words[1:]),
     "titan generate ": lambda words: parse_titan(words[1:]),
+    "PYTHONPATH=. titan generate ": lambda words: parse_titan(words[2:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     # test_plan_search.py writes a best.toml and checks it.
