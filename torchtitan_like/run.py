@@ -9,6 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.resilience.agreement import EXIT_CODES, Requests, Stopped, Switches
+from torchtitan_like.resilience.end import end_process
 from torchtitan_like.resilience.heartbeat import RankPosition, kill_hung_peers
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
@@ -51,6 +53,11 @@ from torchtitan_like.util.run_directory import (
     write_exit_for_launcher,
 )
 from torchtitan_like.util.units import GIB
+
+
+def run_rank(command_line: CommandLine) -> NoReturn:
+    """Run `main`, and end the process with its exit code."""
+    end_process(main(command_line))
 
 
 def main(

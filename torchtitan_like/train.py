@@ -16,10 +16,9 @@ if __name__ == "__main__":
 
     command_line = begin_rank(sys.argv[1:])
 
-    from torchtitan_like.resilience.end import end_process
-    from torchtitan_like.run import main
+    from torchtitan_like.run import run_rank
 
-    end_process(main(command_line))
+    run_rank(command_line)
 
 import time
 from collections.abc import Callable, Sequence
@@ -83,7 +82,6 @@ from torchtitan_like.resilience.nonfinite import (
 from torchtitan_like.resolved import RankRun, log_sizes
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.output import on_screen
 from torchtitan_like.validation import Validation, ValidationInterrupted
 
 
@@ -593,14 +591,7 @@ class Trainer:
         cause = stop.name.lower() if stop is not None else "last_step"
         if good is not None:
             self.guard.write_bundle(good.step + 1)
-        if self.is_leader:
-            step = self.progress.step
-            self.attempt.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)
-        is_done = code is ExitCode.DONE
-        logger.info(
-            "Training completed" if is_done else f"Training stopped: {code.reason} ({cause})",
-            extra=on_screen(),
-        )
+        self.attempt.end(code, cause, self.progress.step, is_leader=self.is_leader)
         return code
 
     def close(self) -> None:

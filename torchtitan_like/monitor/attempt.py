@@ -17,6 +17,7 @@ from torchtitan_like.monitor.environment import write_environment
 from torchtitan_like.monitor.log import add_file, logger
 from torchtitan_like.util import run_directory
 from torchtitan_like.util.credentials import mask_values
+from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import (
     AppendOnlyFile,
     WriteFailures,
@@ -24,6 +25,7 @@ from torchtitan_like.util.files import (
     write_atomically,
 )
 from torchtitan_like.util.jsonl import encode
+from torchtitan_like.util.output import on_screen
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
@@ -86,6 +88,16 @@ class Attempt:
         with self.failures.recording(self._events.path):
             self._events.append(encode(row))
             self._events.close()
+
+    def end(self, code: ExitCode, cause: str, step: int, *, is_leader: bool) -> None:
+        """Log why training ends. The leader also writes the event `stop`."""
+        if is_leader:
+            self.event("stop", reason=code.reason, cause=cause, code=int(code), step=step)
+        is_done = code is ExitCode.DONE
+        logger.info(
+            "Training completed" if is_done else f"Training stopped: {code.reason} ({cause})",
+            extra=on_screen(),
+        )
 
     def remove_exit(self) -> None:
         """Remove the exit.json of the previous attempt: the file always describes the newest one."""
