@@ -20,7 +20,6 @@ from torchtitan_like.checkpoint.torchtitan import OPTIMIZERS, AdamSettings
 from torchtitan_like.config import (
     ConfigError,
     JobConfig,
-    dump_toml,
     load_config,
     load_stored_config,
 )
@@ -36,8 +35,10 @@ from torchtitan_like.util.run_directory import CONFIG
 SOURCE_ROOT = Path(__file__).resolve().parents[1]
 
 
-def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tuple[Identity, str]:
-    """Return the model of a checkpoint, and its configuration as TOML.
+def identify_checkpoint(
+    path: Path, config_file: Path | None, module: str
+) -> tuple[Identity, JobConfig]:
+    """Return the model and the configuration of a checkpoint.
 
     config_file: the TOML of a run with this model; None: config.toml in the checkpoint. module: see
     `load_trusted`. Raises CheckpointError if there is no configuration, ConfigError.
@@ -53,20 +54,20 @@ def identify_checkpoint(path: Path, config_file: Path | None, module: str) -> tu
     return _identify(config, config_file.parent, module)
 
 
-def identify_step(step: Path, module: str) -> tuple[Identity, str]:
-    """Return the model of a published step, and its configuration as TOML.
+def identify_step(step: Path, module: str) -> tuple[Identity, JobConfig]:
+    """Return the model and the configuration of a published step.
 
     module: see `load_trusted`. Raises ConfigError.
     """
     return _identify(load_trusted(step / CONFIG, module), step, module)
 
 
-def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, str]:
+def _identify(config: JobConfig, folder: Path, module: str) -> tuple[Identity, JobConfig]:
     from torchtitan_like.build import identify
 
     check_model_name(config, module)
     config, _ = read_sizes(config)
-    return identify(with_assets(config.model, folder)), dump_toml(config)
+    return identify(with_assets(config.model, folder)), config
 
 
 def custom_import_in(settings: Sequence[str]) -> str:
@@ -158,18 +159,13 @@ def _working_folders(step_folder: Path) -> list[Path]:
     return folders
 
 
-def adam_settings(path: Path, config_file: Path | None, step: int) -> AdamSettings:
-    """Return the optimizer of the run of a checkpoint, with the learning rate of step `step` + 1.
+def adam_settings(config: JobConfig, step: int) -> AdamSettings:
+    """Return the optimizer of a run, with the learning rate of step `step` + 1.
 
-    config_file: as for `identify_checkpoint`. Raises CheckpointError unless all parameters have the
-    same Adam or AdamW, ConfigError.
+    Raises CheckpointError unless all parameters have the same Adam or AdamW.
     """
     from torchtitan_like.optim.schedule import build_schedule
 
-    if config_file:
-        config = load_config(["--job.config_file", str(config_file)])
-    else:
-        config = load_stored_config(path / CONFIG)
     section, name = config.optimizer, config.lr_scheduler.name
     uniform = {
         f'optimizer.name = "{section.name}"': section.name in OPTIMIZERS,

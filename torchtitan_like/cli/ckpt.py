@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from torchtitan_like.checkpoint.identity import Identity
+    from torchtitan_like.config import JobConfig
     from torchtitan_like.distributed.world import HostGroup
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")
@@ -330,11 +331,11 @@ def _write_run(arguments: argparse.Namespace, _group: HostGroup) -> None:
         arguments.out,
         num_data_ranks=arguments.data_ranks or 1,
         identify=partial(_identify, arguments),
-        read_settings=partial(adam_settings, arguments.source, arguments.config),
+        read_settings=adam_settings,
     )
 
 
-def _identify(arguments: argparse.Namespace, path: Path) -> tuple[Identity, str]:
+def _identify(arguments: argparse.Namespace, path: Path) -> tuple[Identity, JobConfig]:
     from torchtitan_like.stored_config import identify_checkpoint
 
     return identify_checkpoint(path, arguments.config, arguments.custom_import)

@@ -43,14 +43,15 @@ from torchtitan_like.checkpoint.tools.contents import (
     open_contents,
 )
 from torchtitan_like.checkpoint.unpickle import load_saved
+from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.reading import parse_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
-# Function that returns the model of the checkpoint at a path, and its configuration as TOML.
-Identify = Callable[[Path], tuple[Identity, str]]
+# Function that returns the model and the configuration of the checkpoint at a path.
+Identify = Callable[[Path], tuple[Identity, JobConfig]]
 
 
 def convert_checkpoint(
@@ -77,8 +78,8 @@ def convert_checkpoint(
         )
     identity, config = None, contents.manifest.get("config")
     if is_translated or (to == "native" and config is None):
-        identity, text = identify(source)
-        config = config or text
+        identity, loaded = identify(source)
+        config = config or dump_toml(loaded)
     return convert(contents, out, to, dtype=dtype, identity=identity, config=config)
 
 

@@ -21,11 +21,12 @@ from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.tools.contents import Contents, checkpoint_errors, open_contents
 from torchtitan_like.checkpoint.tools.convert import Identify, meta_weights, native_weights
 from torchtitan_like.checkpoint.torchtitan import MOMENTS, AdamSettings
+from torchtitan_like.config import JobConfig
 
 _STATE = "optimizer.state."
 _PROGRESS = "train_state.json"
-# Function that returns the settings for the step after the given one.
-ReadSettings = Callable[[int], AdamSettings]
+# Function that returns a run's settings for the step after the given one.
+ReadSettings = Callable[[JobConfig, int], AdamSettings]
 
 
 def convert_to_torchtitan(
@@ -42,13 +43,13 @@ def convert_to_torchtitan(
             f"{source} has no optimizer and progress of this program. Expected a full step of a run: "
             "for the weights alone, use --to dcp"
         )
-    identity, _ = identify(source)
+    identity, config = identify(source)
     if tied := identity.spec.tied(identity.args):
         raise CheckpointError(
             f"{source} has tied weights: {tied[0][0]} is {tied[0][1]}. Expected separate weights, "
             "because TorchTitan 0.2 trains no others: for the weights alone, use --to dcp"
         )
-    settings = read_settings(_step_of(contents))
+    settings = read_settings(config, _step_of(contents))
     with StagedOutput(out) as output:
         output.refuse_existing()
         state = torchtitan_state(contents, identity, settings, num_data_ranks)
