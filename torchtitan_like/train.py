@@ -377,8 +377,7 @@ class Trainer:
         if self.is_leader:
             modules = self.optim.kept_bytes()
             self.attempt.event("memory", step=self.progress.step, modules=modules)
-        if self.model.offload is not None:
-            logger.info(self.model.offload.describe_peak(self.world.step_group))
+        self.model.finish_warmup(self.world.step_group)
 
     def train_step(self, step: int, inputs: StepInput, agreement: StepAgreement) -> StepRecord:
         """Run one step on a batch (`StepRunner`), and record progress.

@@ -47,11 +47,7 @@ class ActivationOffload:
         )
 
     def describe_peak(self, group: HostGroup) -> str:
-        """Return a line on the host memory of the fullest node. A collective of the step's ranks.
-
-        The steps that follow do not check whether memory is available.
-        """
-        self.checks_memory = False
+        """Return a line on the host memory of the fullest node. A collective of the step's ranks."""
         local = (platform.node(), self.peak_bytes, host_memory().available)
         peaks: dict[str, list[int]] = {}
         free: dict[str, int] = {}

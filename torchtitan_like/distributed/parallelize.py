@@ -6,6 +6,7 @@ This order is written only here. Models have no parallelize functions: their dif
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.distributed.views import on_local_parameters
-from torchtitan_like.distributed.world import World
+from torchtitan_like.distributed.world import HostGroup, World
 from torchtitan_like.extensions.converters import convert
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.util.compile import compile_function
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from torchtitan_like.distributed.context import ContextParallel
     from torchtitan_like.distributed.pipeline import Pipeline
     from torchtitan_like.models.spec import ModelSpec
+
+
+logger = logging.getLogger()
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,15 @@ class ShardedModel(NamedTuple):
     context: ContextParallel | None
     offload: ActivationOffload | None
     lines: list[str]
+
+    def finish_warmup(self, group: HostGroup) -> None:
+        """Log the host memory that offloading took in the first step. A collective of `group`.
+
+        The steps that follow do not check whether memory is available.
+        """
+        if self.offload is not None:
+            self.offload.checks_memory = False
+            logger.info(self.offload.describe_peak(group))
 
 
 def build_parts(
