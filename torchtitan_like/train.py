@@ -525,9 +525,8 @@ class Trainer:
                 "numbers": self.guard.update_gate.state_dict(),
                 **asdict(self.progress),
                 **self.optim.summary(),
+                **self.origin.summary(),
             }
-            if (dense := self.origin.upcycled_from) is not None:
-                summary["upcycled_from"] = dense
             content: dict[str, Any] = {
                 "config_toml": self.run.config_toml,
                 "summary": summary,

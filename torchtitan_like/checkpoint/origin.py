@@ -71,11 +71,10 @@ class Origin:
         """Whether the model's weights are drawn from the seed, before a checkpoint is loaded."""
         return self.is_new or "model" in self._config.checkpoint.exclude_from_loading
 
-    @property
-    def upcycled_from(self) -> str | None:
-        """The dense checkpoint that this run, or the run it continues, has started from."""
-        path: str | None = self.stored("upcycled_from")
-        return str(self.start.path) if self.start.upcycles else path
+    def summary(self) -> dict[str, Any]:
+        """Return an entry for manifests: the dense checkpoint from which the run was upcycled."""
+        path = str(self.start.path) if self.start.upcycles else self.stored("upcycled_from")
+        return {} if path is None else {"upcycled_from": path}
 
     def warn_of_another_model(self, tokenizer: str) -> None:
         """Warn if other settings than this run's trained the weights of a warm start.
