@@ -104,7 +104,7 @@ def attach(
     weights = "initialize the weights" if start.kind == "scratch" else "load the weights"
     clock.plan("read the data", "build the model", weights, f"{verb} step {start.step + 1}")
     failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
-    attempt = open_attempt(config, world, failures)
+    attempt = open_attempt(config, run.config_toml, world, failures)
     position.attempt_folder = attempt.folder
     heartbeat = Heartbeat(
         attempt.folder,

@@ -19,7 +19,7 @@ from torchtitan_like.check import DeviceType, load_checked
 from torchtitan_like.check.host_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
 from torchtitan_like.checkpoint.lock import LockedError
-from torchtitan_like.config import ConfigError, JobConfig, dump_toml
+from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.agreement import check_agreement
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.loader import CommandLine
@@ -79,7 +79,7 @@ def main(
         return int(ExitCode.BAD_CONFIG)
     config = run.config
     if config.job.print_config and launched.rank == 0:
-        print(dump_toml(config))
+        print(run.config_toml)
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
     requests = Requests()
     position = RankPosition()

@@ -107,10 +107,15 @@ class Trainer:
         A collective. Raises each `RunFailure` on every rank.
         """
         config = run.config
-        self.run, self.config = run, config
-        self.world, self.checkpointer = run.world, run.checkpointer
-        self.requests, self.position = run.requests, run.position
-        self.attempt, self.origin, self.garbage = run.attempt, run.origin, run.garbage
+        self.run = run
+        self.config = config
+        self.world = run.world
+        self.checkpointer = run.checkpointer
+        self.requests = run.requests
+        self.position = run.position
+        self.attempt = run.attempt
+        self.origin = run.origin
+        self.garbage = run.garbage
         self.is_leader = run.world.rank == 0
         self.progress = Progress(step=run.origin.start.step)
 
@@ -171,14 +176,14 @@ class Trainer:
         is_new = self.origin.is_new  # new weights are in the model
         if self.origin.start.kind != "scratch":
             loaded = self.checkpointer.load(
-                self.origin.starts, self.states, on_fallback=self.origin.fall_back
+                self.origin.starts, self.states, on_fallback=self.origin.start_from
             )
             self.garbage.collect("GC collection after checkpoint loading")
         start = self.origin.start
         if is_new:
             log_initial_weights(self.run, self.parts)
         self.origin.log_resume(self.batches.changes)
-        self.optim.start_without(loaded, start.step)
+        self.optim.after_load(loaded, start.step)
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=start.step, position=self.batches.position)
         self.checkpointer.claim(start, partial(self._published, start.step))
@@ -194,6 +199,7 @@ class Trainer:
             **self.optim.states(lambda: self.origin.start.step + 1),
             "dataloader": JsonState(self._data_state, self._restore_data),
             "train_state": JsonState(lambda: asdict(self.progress), restore_progress),
+            # Last: the order of the keys is the order in a checkpoint's .metadata.
             **self.optim.average_states(),
         }
 

@@ -135,7 +135,7 @@ def load_for_command(
 
 @contextmanager
 def in_command() -> Iterator[None]:
-    """Find the user's modules in the current folder, like a rank. What they print goes to stderr."""
+    """Search the current folder for the user's modules, as ranks do. Their output goes to stderr."""
     with searching_modules_in(Path.cwd()), redirect_stdout(sys.stderr):
         yield
 

@@ -179,7 +179,7 @@ class Checkpointer:
     ) -> list[str]:
         """Load the first undamaged checkpoint of `starts` into `states`, in place.
 
-        Calls `on_fallback` before each start except the first. Returns the keys of the states that were
+        Calls `on_fallback` before each start except the first. Returns the keys of states that were
         loaded. On every rank, raises DamagedError if all are damaged, and CheckpointError if one
         does not fit this run.
         """

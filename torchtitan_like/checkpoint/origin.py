@@ -42,9 +42,9 @@ class Origin:
         self._config = config
         self._global_batch_size = global_batch_size
         self.starts = starts
-        self.fall_back(starts[0])
+        self.start_from(starts[0])
 
-    def fall_back(self, start: Start) -> None:
+    def start_from(self, start: Start) -> None:
         """Start from this one. Raises ChangedError if settings that shape the run have changed."""
         logger.info(str(start), extra=on_screen())
         self._differences = self._compare(start)

@@ -165,7 +165,8 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
     machine.add_argument(
         "--cluster",
         metavar="NAME",
-        help="with --from: the cluster whose constants are fitted, a name or a file (default: default)",
+        help="with --from: the cluster whose constants are fitted, as a name or a file "
+        '(default: "default")',
     )
     parser.epilog = (
         "Start one process per GPU:\n"

@@ -78,7 +78,7 @@ class CheckedCommandLine(CommandLine):
         return [] if problem is None else [problem]
 
     def _load(self) -> JobConfig:
-        """Raises ConfigError, with only [job] and [checkpoint], before the user's sections exist."""
+        """Before the user's sections exist, raises ConfigError with only [job] and [checkpoint]."""
         try:
             config = job_config().model_validate_json(json.dumps(self._settings))
         except ValidationError as error:

@@ -61,7 +61,7 @@ class CommandLine:
         self._loaded: JobConfig | ConfigError | None = None
 
     def import_extensions(self) -> list[Problem]:
-        """Import the module of `experimental.custom_import`, which may register a model and sections.
+        """Import the module of `experimental.custom_import`, which registers models and sections.
 
         Returns the problem of an import that fails. A second call imports nothing.
         """

@@ -47,7 +47,7 @@ class ActivationOffload:
         )
 
     def describe_peak(self, group: HostGroup) -> str:
-        """Return a line on the host memory of the fullest node. A collective of the step's ranks."""
+        """Return a line on the host memory of the fullest node. A collective of `group`."""
         local = (platform.node(), self.peak_bytes, host_memory().available)
         peaks: dict[str, list[int]] = {}
         free: dict[str, int] = {}

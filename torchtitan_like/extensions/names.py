@@ -22,7 +22,10 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 class ExtensionError(Exception):
-    """User code cannot be imported, or does not follow its protocol. remedy: part of the message."""
+    """User code cannot be imported, or does not follow its protocol.
+
+    problem, remedy: the two parts of the message.
+    """
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}: {remedy}" if remedy else problem)

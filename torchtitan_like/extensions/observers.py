@@ -35,7 +35,8 @@ class Observers:
                 ) from error
             if missing := [method for method in METHODS if not hasattr(observer, method)]:
                 raise ExtensionError(
-                    f"the observer {name} has no {', '.join(missing)}. Expected on_step, on_validation and close: define them"
+                    f"the observer {name} has no {', '.join(missing)}. Expected on_step, "
+                    "on_validation and close: define them"
                 )
             self._observers[name] = observer
 

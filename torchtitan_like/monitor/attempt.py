@@ -104,19 +104,20 @@ class Attempt:
         (self.run / run_directory.EXIT).unlink(missing_ok=True)
 
 
-def open_attempt(config: JobConfig, world: World, failures: WriteFailures) -> Attempt:
+def open_attempt(
+    config: JobConfig, config_toml: str, world: World, failures: WriteFailures
+) -> Attempt:
     """Create the folder of this attempt, write its configuration, and log to it. A collective.
 
+    config_toml: the configuration as TOML, with masked secrets.
     Raises StorageError on every rank if rank 0 cannot write.
     """
-    from torchtitan_like.config import dump_toml  # loads pydantic
-
     run = config.job.dump_folder
 
     def make() -> int:
         with storage_error(run):
             attempt = Attempt(run)
-            attempt.write_config(dump_toml(config))
+            attempt.write_config(config_toml)
             if name := config.job.save_config_file:
                 masked = mask_values(config.model_dump())
                 (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)

@@ -96,8 +96,11 @@ class Optimization:
         """Return what the manifest of a checkpoint says of these parts."""
         return {} if self.ema is None else {"ema": self.ema.summary()}
 
-    def start_without(self, loaded: Collection[str], step: int) -> None:
-        """Start from the weights of `step` what is not among the `loaded` states."""
+    def after_load(self, loaded: Collection[str], step: int) -> None:
+        """Start the averages unless they are `loaded`, and recompute what depends on the weights.
+
+        loaded: names of states. step: of the loaded weights, 0 for new ones.
+        """
         if self.ema is not None and "ema" not in loaded:
             self.ema.start()
             logger.info(f"EMA: the average starts from the weights of step {step}")

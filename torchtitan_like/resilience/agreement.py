@@ -70,7 +70,7 @@ class Requests:
 
     def __init__(self) -> None:
         self._pending: set[Request] = set()
-        # If True, a signal adds a request and does not raise: from the first step on, and at the end.
+        # If True, a signal adds a request and raises nothing: from the first step to the end.
         self.defer_signals = False
 
     def add(self, request: Request) -> None:

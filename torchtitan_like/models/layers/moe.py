@@ -204,7 +204,7 @@ class MoE(nn.Module):
     | `expert_bias` | (experts,) float32, in checkpoints; None unless has_bias or with "bias" |
     | `load_fractions` | (experts,) float32 with "global", of the step before; 1 if even |
 
-    `sequence` is a seam of `distributed`. is_round_robin: choose experts in turn, whatever the scores.
+    `sequence` is a seam of `distributed`. is_round_robin: choose experts in turn, by no score.
     loss_scale: 1 / the tokens of a step on all ranks; None: backward adds no router losses.
     """
 
