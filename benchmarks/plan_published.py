@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.deepened import NUM_RECORDED, deepen
+from benchmarks.fit_runs import Sample, fit
 from benchmarks.float8_gathers import has_float8_gathers, with_float8_gathers
 from benchmarks.nemo_of_its_time import as_nemo
 from benchmarks.torchtitan_of_its_time import (
@@ -55,7 +56,6 @@ from torchtitan_like.plan.clusters import (
     with_mean_shares,
 )
 from torchtitan_like.plan.dry_run import DryRun, ranks_of_stages, record_ranks
-from torchtitan_like.plan.fit import Sample, fit
 from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.record import Recording

@@ -1,11 +1,11 @@
-"""`titan node bench` measures real gloo ranks."""
+"""`benchmarks/calibrate.py` measures real gloo ranks."""
 
 from __future__ import annotations
 
 import torch
 
+from benchmarks.calibrate import Measured, Sizes, measure_machine
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.plan.calibrate import Measured, Sizes, measure_machine
 from torchtitan_like.plan.gpus import COLLECTIVES
 
 TINY = Sizes(((64, 32, 32),), (torch.float32,), (64, 32), (2**10, 2**14), ((16, 4), (32, 8)))

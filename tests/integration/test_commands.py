@@ -290,6 +290,8 @@ def test_every_documented_command_has_a_test() -> None:
         "env '|' grep ",
         "pip install ",
         "rsync -a outputs/checkpoint/",  # tests/unit/cli/test_archive.py
+        "python -m benchmarks.fit_runs ",  # tests/unit/scripts/test_fit_runs.py
+        *(f"torchrun --nproc_per_node={n} -m benchmarks.calibrate " for n in (2, 8)),
         *commands_in_other_tests,
         *CHECKS,
     )
@@ -474,7 +476,7 @@ EXECUTED_ELSEWHERE = {
     "--ema": "test_ema.py",
     "search": "test_plan_search.py",
     "outputs/llama3_8b": "test_plan_compare.py",
-    "my_cluster.toml": "test_fit.py",
+    "my_cluster.toml": "test_fit_runs.py",
     "cpu.toml": "test_calibrate.py",
     "/archive/run-7/step-500": "test_archive.py",
 }

@@ -1,4 +1,8 @@
-"""Measure a machine, and describe it as `titan plan` reads it.
+"""Measure a machine, and write the cluster file that `titan plan --cluster` reads.
+
+Start one process per GPU, or per CPU rank:
+
+    torchrun --nproc_per_node=8 -m benchmarks.calibrate -o my_cluster.toml --gpu h100-80g
 
 A GPU is described by its data sheet. Measured are at most three constants of its cluster: the shares
 of the peak and of the memory bandwidth that kernels reach, and the bandwidth between nodes. A CPU has
@@ -7,6 +11,7 @@ no data sheet: measured rates are the device, of which kernels reach all.
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import statistics
@@ -22,13 +27,16 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from torchtitan_like.cli.common import ProgressLine
 from torchtitan_like.monitor.memory import cpu_model, resident_bytes
 from torchtitan_like.node.machine import host_name
 from torchtitan_like.node.ranks import join_ranks, launched_ranks, num_cores
 from torchtitan_like.plan.clusters import Cluster, cluster_text, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
-from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text
+from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text, load_gpu
 from torchtitan_like.plan.record import Progress, Recorder
+from torchtitan_like.resilience.end import end_process
+from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.host_memory import host_memory
 from torchtitan_like.util.units import GIB, MIB
 
@@ -569,7 +577,7 @@ def calibrate(
 def files_of(measured: Measured, gpu: Gpu | None, output: Path) -> dict[Path, str]:
     """Return the cluster file, and on a CPU (`gpu` is None) the file of the device."""
     start = replace(load_cluster("default"), key=output.stem, fitted_rows=("kernels",))
-    made = f"Measured by titan node bench with torch {torch.__version__}"
+    made = f"Measured by benchmarks/calibrate.py with torch {torch.__version__}"
     if gpu is not None:
         cluster = replace(
             calibrate_gpus(measured, gpu, start),
@@ -597,3 +605,67 @@ def files_of(measured: Measured, gpu: Gpu | None, output: Path) -> dict[Path, st
     )
     comment = f"{made}. Its rates are in {device_path.name}; the network is not used."
     return {device_path: gpu_text(device, f"{made}."), output: cluster_text(cluster, comment)}
+
+
+# ---- command line
+
+
+def output_path(text: str) -> Path:
+    """Parse the path of a cluster file. Raises argparse.ArgumentTypeError."""
+    path = Path(text)
+    if path.suffix != ".toml" or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"{text}: expected a .toml file in an existing folder")
+    return path
+
+
+def write_files(files: dict[Path, str]) -> None:
+    """Write cluster and device files. The cluster file is the last."""
+    for path, text in files.items():
+        write_atomically(path, text)
+    *_, cluster = files
+    names = " and ".join(map(str, files))
+    print(f"Wrote {names}. Use it: titan plan X.toml --world-size N --cluster {cluster}")
+
+
+def load_measured_gpu(name: str) -> Gpu:
+    """Load the data sheet of the GPU to measure. Raises ValueError if it is not here."""
+    gpu = load_gpu(name)
+    if gpu.device_type != "cuda":
+        raise ValueError(
+            f"{name} describes a CPU. Expected a GPU: leave --gpu out to measure a CPU"
+        )
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"torch {torch.__version__} finds no GPU: leave --gpu out to measure the CPU"
+        )
+    return gpu
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure this machine and write its files."""
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Measures matrix products, kernels limited by memory, and collectives; on a CPU also\n"
+        "attention and small operators, for FILE_device.toml, which the cluster file names.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("-o", "--output", type=output_path, required=True, metavar="FILE")
+    parser.add_argument(
+        "--gpu", help="name or TOML file of a data sheet (default: measure the CPU)"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="to measure (default: 60)")
+    arguments = parser.parse_args(argv)
+    try:
+        gpu = None if arguments.gpu is None else load_measured_gpu(arguments.gpu)
+        progress = ProgressLine("measurements")
+        measured, files = calibrate(arguments.output, gpu, arguments.seconds, progress)
+    except ValueError as error:
+        parser.error(str(error))
+    if launched_ranks(os.environ).rank == 0:
+        print("\n".join(measured.lines()))
+        write_files(files)
+
+
+if __name__ == "__main__":
+    main()
+    end_process(0)

@@ -1,10 +1,18 @@
-"""Fit the constants of a cluster to measured steps of runs."""
+"""Fit the constants of a cluster to measured steps of runs, and write its file for `titan plan`.
+
+    python -m benchmarks.fit_runs outputs/run_a outputs/run_b -o my_cluster.toml --gpu h100-80g
+
+The configuration of each run is dry-run. At most three constants are fitted, and no more than there
+are runs. Each run is predicted from the others; the largest error is the error band.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +20,20 @@ from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.calibrate import output_path, write_files
 from torchtitan_like.check import load_for_command
-from torchtitan_like.config import JobConfig
-from torchtitan_like.plan.clusters import Cluster, cluster_text, upper_bound
+from torchtitan_like.cli.common import ProgressLine
+from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.plan.clusters import (
+    DEFAULT_CLUSTER,
+    Cluster,
+    cluster_text,
+    load_cluster,
+    upper_bound,
+)
 from torchtitan_like.plan.dry_memory import dry_runs
 from torchtitan_like.plan.dry_run import DryRun
-from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.timeline import step_time
 from torchtitan_like.report.recorded import RecordedRun, measured_steps, read_run
 from torchtitan_like.util.plan_file import TIME_STEP
@@ -235,7 +251,40 @@ def fitted_text(fitted: Fitted, output: Path, gpu_file: str) -> str:
     if gpu_file:
         cluster = replace(cluster, gpu=os.path.relpath(gpu_file, output.parent))
     comment = (
-        f"titan node bench --from has fitted {', '.join(fitted.constants)} to the steps of "
+        f"benchmarks/fit_runs.py has fitted {', '.join(fitted.constants)} to the steps of "
         "`fitted_rows`."
     )
     return cluster_text(cluster, comment)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fit and write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
+    parser.add_argument("-o", "--output", type=output_path, required=True, metavar="FILE")
+    parser.add_argument("--gpu", help="default: the device of --cluster")
+    parser.add_argument("--cluster", default=DEFAULT_CLUSTER, help="name or file to start from")
+    arguments = parser.parse_args(argv)
+    progress = ProgressLine("runs")
+    started = time.monotonic()
+    measured = []
+    try:
+        start = load_cluster(arguments.cluster)
+        device = arguments.gpu or start.gpu
+        if not device:
+            raise ValueError(f"cluster {start.key} has no device: give --gpu NAME")
+        gpu = load_gpu(device)
+        for number, path in enumerate(arguments.runs):
+            progress("dry runs", number, len(arguments.runs), time.monotonic() - started)
+            measured.append(read_measured(path, gpu))
+        progress("dry runs", len(measured), len(measured), time.monotonic() - started)
+        fitted = fit_runs(measured, gpu, start, arguments.output.stem)
+    except (ValueError, ConfigError) as error:
+        parser.error(str(error))
+    print("\n".join(fitted.lines()))
+    gpu_file = device if device.endswith(".toml") else ""
+    write_files({arguments.output: fitted_text(fitted, arguments.output, gpu_file)})
+
+
+if __name__ == "__main__":
+    main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_like.cli import main as titan
-from torchtitan_like.plan.calibrate import (
+from benchmarks.calibrate import (
     Attention,
     Collective,
     Kernels,
@@ -23,6 +23,9 @@ from torchtitan_like.plan.calibrate import (
     files_of,
     measure_machine,
 )
+from benchmarks.calibrate import main as calibrate_main
+from benchmarks.fit_runs import main as fit_main
+from torchtitan_like.cli import main as titan
 from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.durations import item_seconds
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, load_gpu
@@ -299,20 +302,24 @@ def test_collectives_that_were_not_measured_have_no_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("main", "words", "message"),
     [
-        ("-o own.json", "-o own.json: expected a name that ends with .toml"),
-        ("-o none/own.toml", "-o none/own.toml: there is no folder none"),
-        ("-o own.toml --gpu h100", "--gpu: there is no GPU 'h100'"),
-        ("-o own.toml --gpu known.toml", "it describes a CPU, which has no data sheet"),
-        ("-o own.toml --cluster default", "expected --from RUN next to it"),
-        ("--from run", "--from applies to a cluster file only. Expected -o FILE"),
-        ("-o own.toml --sizes 4MB", "--sizes does not apply to a cluster file"),
-        ("-o own.toml --from run", "of no particular device"),
-        ("-o own.toml --gpu h100-80g --from run", "run is not the folder of a run"),
+        (calibrate_main, "-o own.json", "own.json: expected a .toml file in an existing folder"),
+        (calibrate_main, "-o none/own.toml", "expected a .toml file in an existing folder"),
+        (calibrate_main, "-o own.toml --gpu h100", "there is no GPU 'h100'"),
+        (calibrate_main, "-o own.toml --gpu known.toml", "known.toml describes a CPU"),
+        (fit_main, "run -o own.toml", "has no device: give --gpu NAME"),
+        (fit_main, "run -o own.toml --gpu h100-80g", "run is not the folder of a run"),
+        pytest.param(
+            calibrate_main,
+            "-o own.toml --gpu h100-80g",
+            "finds no GPU: leave --gpu out",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU"),
+        ),
     ],
 )
 def test_bad_arguments_end_with_2_and_write_nothing(
+    main: Callable[[Sequence[str]], None],
     words: str,
     message: str,
     tmp_path: Path,
@@ -322,15 +329,7 @@ def test_bad_arguments_end_with_2_and_write_nothing(
     monkeypatch.chdir(tmp_path)
     files = files_of(measured_on(CPU, CLUSTER, 1), None, tmp_path / "known.toml")
     Path("known.toml").write_text(files[tmp_path / "known_device.toml"])
-    assert titan(["node", "bench", *words.split()]) == 2
-    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    assert ended.value.code == 2 and message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["known.toml"]
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_a_gpu_that_is_missing_is_explained(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["node", "bench", "-o", str(tmp_path / "own.toml"), "--gpu", "h100-80g"]
-    assert titan(words) == 2
-    assert "finds no GPU. Expected one: leave --gpu out" in capsys.readouterr().err
