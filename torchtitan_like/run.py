@@ -42,6 +42,7 @@ from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import StorageError, WriteFailures
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.modules import load_tool
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import (
     EXIT,
@@ -53,6 +54,8 @@ from torchtitan_like.util.run_directory import (
     write_exit_for_launcher,
 )
 from torchtitan_like.util.units import GIB
+
+MEMORY_LINES = "torchtitan_like.plan.dry_memory:memory_lines"  # the planner's estimate
 
 
 def run_rank(command_line: CommandLine) -> NoReturn:
@@ -237,13 +240,7 @@ def log_memory_plan(config: JobConfig, launched: LaunchedAs) -> ExitCode:
     """Log the memory that the configuration needs, on rank 0. Nothing is trained."""
     if launched.rank != 0:
         return ExitCode.DONE
-    from torchtitan_like.plan.dry_memory import assumptions, plan_memory
-    from torchtitan_like.plan.gpus import DEFAULT_GPU, load_gpu
-    from torchtitan_like.plan.memory_report import lines
-
-    gpu = load_gpu(DEFAULT_GPU)
-    memories = plan_memory(config, launched.world_size, gpu)
-    for line in lines(memories, gpu, assumptions(config)):
+    for line in load_tool(MEMORY_LINES)(config, launched.world_size):
         logger.info(line)
     return write_end(config.job.dump_folder, ExitCode.DONE, None, WriteFailures())
 

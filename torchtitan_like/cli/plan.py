@@ -173,9 +173,8 @@ def _print_plan(
     cluster: Cluster,
     stages: list[int] | None,
 ) -> int:
-    from torchtitan_like.plan import memory_report, time_report
+    from torchtitan_like.plan import plan_report
     from torchtitan_like.plan.dry_memory import assumptions, dry_runs, memory_of_all
-    from torchtitan_like.plan.plan_file import plan_of
     from torchtitan_like.plan.timeline import step_time
     from torchtitan_like.util.plan_file import write_plan
 
@@ -189,18 +188,18 @@ def _print_plan(
         except ValueError as error:
             notes.append(f"no step time: {error}")
     if arguments.json:
-        plan = memory_report.as_json(memories, gpu, notes)
-        plan["time"] = None if time is None else time_report.as_json(time, gpu, cluster)
+        plan = plan_report.memory_as_json(memories, gpu, notes)
+        plan["time"] = None if time is None else plan_report.time_as_json(time, gpu, cluster)
         print_json(plan)
     else:
-        print("\n".join(memory_report.lines(memories, gpu, notes)))
+        print("\n".join(plan_report.memory_lines(memories, gpu, notes)))
         if time is not None:
-            print("\n".join(time_report.lines(time, gpu, cluster)))
+            print("\n".join(plan_report.time_lines(time, gpu, cluster)))
     if arguments.output is not None:
         try:
             write_plan(
                 arguments.output,
-                plan_of(config, arguments.world_size, memories, time, gpu, cluster),
+                plan_report.plan_of(config, arguments.world_size, memories, time, gpu, cluster),
             )
         except OSError as error:
             show_problem(error)
@@ -215,7 +214,7 @@ def _print_plan(
         except (OSError, ValueError) as error:
             show_problem(error)
             return WRONG_INPUT
-    return 0 if memory_report.fits(memories, gpu) else NOTHING_FITS
+    return 0 if plan_report.fits(memories, gpu) else NOTHING_FITS
 
 
 # ---- titan plan search
@@ -304,8 +303,8 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster: Cluster) -> int:
     from torchtitan_like.plan import search_report
+    from torchtitan_like.plan.plan_report import caveats
     from torchtitan_like.plan.search import global_batch_of, search, space_of
-    from torchtitan_like.plan.time_report import caveats
     from torchtitan_like.util.files import write_atomically
 
     output: Path | None = arguments.output

@@ -11,7 +11,7 @@ from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.plan.dry_memory import plan_memory
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
-from torchtitan_like.plan.memory_report import fits, needed_gib, verdict
+from torchtitan_like.plan.plan_report import fits, needed_gib, verdict
 
 NUM_CHANGES = 3
 

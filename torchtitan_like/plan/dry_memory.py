@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.models.spec import get_spec, has_experts, resolve_args
+from torchtitan_like.plan import plan_report
 from torchtitan_like.plan.dry_run import (
     DryRun,
     options_of,
     ranks_of_stages,
     record_ranks,
 )
-from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
 from torchtitan_like.plan.record import Progress
 from torchtitan_like.resolved import resolve
+
+
+def memory_lines(config: JobConfig, world_size: int) -> Iterator[str]:
+    """Yield the lines that a job logs instead of training, for the default GPU.
+
+    `run.log_memory_plan` calls this by name. Raises RuntimeError if it does not train.
+    """
+    gpu = load_gpu(DEFAULT_GPU)
+    memories = plan_memory(config, world_size, gpu)
+    yield from plan_report.memory_lines(memories, gpu, assumptions(config))
 
 
 def plan_memory(config: JobConfig, world_size: int, gpu: Gpu) -> list[RankMemory]:

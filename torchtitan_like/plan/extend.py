@@ -27,7 +27,7 @@ from torchtitan_like.plan.dry_memory import memory_of_all
 from torchtitan_like.plan.dry_run import DryRun, Job, options_of, ranks_of_stages
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, with_settings
-from torchtitan_like.plan.memory_report import needed_gib
+from torchtitan_like.plan.plan_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
 from torchtitan_like.resolved import resolve

@@ -11,7 +11,7 @@ from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
-from torchtitan_like.plan.memory_report import parts_of
+from torchtitan_like.plan.plan_report import parts_of
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import (
     PARTS,

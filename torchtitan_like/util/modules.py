@@ -1,4 +1,4 @@
-"""Import code that the user names."""
+"""Import code by name: of the user, and of the tools, which the core never imports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 
 def pip_install(*packages: str) -> str:
@@ -32,6 +33,15 @@ def is_dotted(name: str) -> bool:
 def package_of(name: str) -> str:
     """Return the outermost package or module of `package.module` or `package.module:name`."""
     return name.partition(":")[0].partition(".")[0]
+
+
+def load_tool(name: str) -> Any:
+    """Return the function "module:name" of a tool that takes part in a run.
+
+    The core calls it by name, so that a reader of the core needs to know no tool.
+    """
+    module, _, function = name.partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def import_named(name: str) -> ModuleType:

@@ -28,7 +28,7 @@ from torchtitan_like.plan.dry_run import DryRun, Job, record_jobs
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.layouts import Layout, Pipeline, Space, apply
 from torchtitan_like.plan.ledger import memory_of
-from torchtitan_like.plan.memory_report import needed_gib
+from torchtitan_like.plan.plan_report import needed_gib
 from torchtitan_like.plan.search import screen, space_of
 from torchtitan_like.plan.timeline import step_time
 

@@ -23,7 +23,7 @@ from torchtitan_like.plan.extend import (
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.layouts import Layout, Pipeline, Space, apply
 from torchtitan_like.plan.ledger import memory_of
-from torchtitan_like.plan.memory_report import needed_gib
+from torchtitan_like.plan.plan_report import needed_gib
 from torchtitan_like.plan.search import space_of
 from torchtitan_like.plan.timeline import step_time
 from torchtitan_like.resolved import resolve

@@ -1,19 +1,27 @@
-"""Print the memory of a dry run: a table of the ranks, and JSON."""
+"""Show a plan: its memory and its step time as tables and JSON, and the plan file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
+from torchtitan_like.config import JobConfig
+from torchtitan_like.plan.clusters import Cluster, is_validated
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.record import CATEGORIES
+from torchtitan_like.plan.timeline import StepTime
+from torchtitan_like.util.plan_file import PlanFile, settings_of
 from torchtitan_like.util.units import GIB
 
 # What is outside of the tensors' memory, by type of device.
 OUTSIDE = {"cuda": "CUDA context and NCCL (assumed)", "cpu": "Python and libraries"}
 FRAGMENTATION = "rounding and other streams' pools"
+
+
+# ---- memory
 
 
 def needed_gib(memory: RankMemory, gpu: Gpu) -> float:
@@ -37,7 +45,7 @@ def verdict(memories: Sequence[RankMemory], gpu: Gpu) -> str:
     )
 
 
-def lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Iterator[str]:
+def memory_lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> Iterator[str]:
     """Yield the lines that `titan plan X.toml` prints.
 
     notes: what the dry run assumes.
@@ -81,7 +89,9 @@ def parts_of(memory: RankMemory, gpu: Gpu) -> dict[str, int]:
     }
 
 
-def as_json(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> dict[str, Any]:
+def memory_as_json(
+    memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]
+) -> dict[str, Any]:
     """Return what `--json` prints. All sizes are bytes."""
     return {
         "gpu": gpu.key,
@@ -91,3 +101,76 @@ def as_json(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str]) -> d
         "ranks": [asdict(memory) | {"fragmentation": memory.fragmentation} for memory in memories],
         "notes": list(notes),
     }
+
+
+# ---- time
+
+
+def caveats(gpu: Gpu, cluster: Cluster) -> list[str]:
+    """Return what a reader must know about the times of this GPU and cluster."""
+    notes = []
+    if not is_validated(gpu.key):
+        notes.append(f"unvalidated: no published run on {gpu.name} was compared with these times")
+    if Path(cluster.gpu).stem not in ("", gpu.key):
+        notes.append(f"the constants of cluster {cluster.key} were fitted on {cluster.gpu}")
+    if gpu.device_type == "cpu":
+        notes.append(
+            "times of CPU ranks are CPU seconds: on as many free cores, and without waiting"
+        )
+    if not cluster.fitted_rows:
+        notes.append("the shares of the peaks are not fitted to runs of this cluster")
+    if cluster.error_source:
+        notes.append(f"+-{cluster.error_percent:g} %: {cluster.error_source}")
+    return notes
+
+
+def time_lines(time: StepTime, gpu: Gpu, cluster: Cluster) -> Iterator[str]:
+    """Yield the lines that `titan plan X.toml` prints about time."""
+    yield ""
+    yield f"{'Seconds of a step on rank ' + str(time.rank):34}{'':>10}     share"
+    for part, seconds in time.parts.items():
+        yield f"{part:34}{seconds:10.4f}{100 * seconds / time.seconds:8.1f} %"
+    yield f"{'= step':34}{time.seconds:10.4f}"
+    yield f"Cluster: {cluster.name}"
+    for note in caveats(gpu, cluster):
+        yield f"Note: {note}"
+    device = {"cuda": "GPU", "cpu": "rank"}[gpu.device_type]
+    yield (
+        f"{time.seconds:.3g} s a step, {time.tokens_per_second:,.0f} tokens/s of each {device}, "
+        f"MFU {time.mfu:.1f} %: each +-{time.error_percent:g} %"
+    )
+
+
+def time_as_json(time: StepTime, gpu: Gpu, cluster: Cluster) -> dict[str, Any]:
+    """Return what `--json` prints about time."""
+    return {"cluster": cluster.key, **asdict(time), "notes": caveats(gpu, cluster)}
+
+
+# ---- the plan file
+
+
+def plan_of(
+    config: JobConfig,
+    world_size: int,
+    memories: Sequence[RankMemory],
+    time: StepTime | None,
+    gpu: Gpu,
+    cluster: Cluster,
+) -> PlanFile:
+    """Return the plan file of a configuration.
+
+    memories: of one rank of each stage, rank 0 first. time: None if it was not predicted.
+    """
+    first = memories[0]
+    assert first.rank == 0, first.rank
+    return PlanFile(
+        settings=settings_of(config.model_dump(exclude_none=True), world_size),
+        gpu=gpu.key,
+        cluster=cluster.key,
+        reserved=first.reserved / GIB,
+        active=first.active / GIB,
+        fullest=max(needed_gib(memory, gpu) for memory in memories),
+        step_seconds=None if time is None else time.seconds,
+        error_percent=None if time is None else time.error_percent,
+        modules=first.modules,
+    )

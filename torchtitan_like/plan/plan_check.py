@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.rows import Row
@@ -23,8 +23,12 @@ from torchtitan_like.util.plan_file import (
     differences,
     event_fields,
     read_plan,
+    settings_of,
     write_plan,
 )
+
+if TYPE_CHECKING:
+    from torchtitan_like.resolved import RankRun
 
 
 class PlanCheck:
@@ -69,6 +73,20 @@ class PlanCheck:
                 f"This run is not as planned for {self._plan.gpu}: "
                 f"{'; '.join(map(str, compared))}. `titan run compare` shows both"
             )
+
+
+def observe_plan(run: RankRun) -> Callable[[list[Row]], None] | None:
+    """Return an observer that compares a run with its plan; None if it has no plan.
+
+    `build.build_metrics` calls this by name on rank 0.
+    """
+    config, attempt = run.config, run.attempt
+    settings = settings_of(config.model_dump(exclude_none=True), run.world.size)
+    plan = find_plan(attempt.run, config.job.config_file, settings, attempt.failures)
+    if plan is None:
+        return None
+    measures_memory = run.world.device.type == "cuda"
+    return PlanCheck(plan, attempt.event, measures_memory=measures_memory).observe
 
 
 def find_plan(
