@@ -52,7 +52,7 @@ import numpy as np
 import tiktoken
 import torch
 
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training
 from torchtitan_like.data.build import build_train_batches
 from torchtitan_like.data.text.documents import find_corpus

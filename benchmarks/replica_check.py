@@ -20,7 +20,7 @@ from contextlib import ExitStack
 import torch
 
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.resilience.replicas import Replicas
+from torchtitan_like.resilience.corruption import Replicas
 from torchtitan_like.run import open_trainer, resolve_run
 
 

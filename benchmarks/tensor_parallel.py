@@ -41,7 +41,7 @@ from torchtitan_like.distributed.data_parallel import apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.parallelize import find_blocks
-from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy

@@ -30,9 +30,8 @@ from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Sections, ShardedModel, build_parts
 from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import World
-from torchtitan_like.extensions.names import ExtensionError, resolve_name
-from torchtitan_like.extensions.observers import Observers
 from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.extensions.user_code import ExtensionError, Observers, resolve_name
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
 from torchtitan_like.models.layers.moe import describe_experts, force_round_robin_routing
@@ -49,8 +48,7 @@ from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
-from torchtitan_like.monitor.row_files import RowFiles
-from torchtitan_like.monitor.rows import RowCollector
+from torchtitan_like.monitor.rows import RowCollector, RowFiles
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.start_clock import StartClock
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops, log_hardware

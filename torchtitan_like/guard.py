@@ -16,9 +16,8 @@ from torchtitan_like.monitor.overflow import OverflowDetector
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.replay_bundle import ReplayBundleWriter
 from torchtitan_like.resilience.agreement import Request
-from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
-from torchtitan_like.resilience.replicas import Replicas
-from torchtitan_like.resilience.reruns import Reruns
+from torchtitan_like.resilience.corruption import GradientCheck, Replicas, WrongGradientsError
+from torchtitan_like.resilience.nonfinite import Reruns
 from torchtitan_like.resilience.spikes import SpikeDetector
 from torchtitan_like.resolved import RankRun
 

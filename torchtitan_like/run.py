@@ -16,12 +16,12 @@ import torch.distributed as dist
 
 from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.check import DeviceType, load_checked
-from torchtitan_like.check.host_memory import host_memory_need
+from torchtitan_like.check.offload_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
 from torchtitan_like.checkpoint.lock import LockedError
 from torchtitan_like.config import ConfigError, JobConfig
-from torchtitan_like.config.agreement import check_agreement
 from torchtitan_like.config.fields import all_settings
+from torchtitan_like.config.handover import check_agreement
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.workers import describe_core_shortage
 from torchtitan_like.data.errors import DataError
@@ -30,7 +30,7 @@ from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
-from torchtitan_like.monitor.errors import record_error
+from torchtitan_like.monitor.attempt import record_error
 from torchtitan_like.monitor.log import init_logger, logger
 from torchtitan_like.monitor.memory import is_out_of_memory, oom_advice
 from torchtitan_like.monitor.start_clock import StartClock

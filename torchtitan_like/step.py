@@ -20,10 +20,10 @@ from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.optimization import Optimization
-from torchtitan_like.resilience.gradient_check import GradientCheck
+from torchtitan_like.resilience.corruption import GradientCheck
 
 if TYPE_CHECKING:
-    from torchtitan_like.distributed.context import ContextParallel
+    from torchtitan_like.distributed.context_parallel import ContextParallel
 
 # Tokens, labels, and the tokens' positions in their documents (None if not requested).
 Tokens = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

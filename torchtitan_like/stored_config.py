@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torchtitan_like.check.model import read_sizes
+from torchtitan_like.check.model_checks import read_sizes
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.torchtitan import OPTIMIZERS, AdamSettings

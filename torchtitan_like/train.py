@@ -72,7 +72,7 @@ from torchtitan_like.resilience.agreement import (
     first_stop,
     send,
 )
-from torchtitan_like.resilience.gradient_check import WrongGradientsError
+from torchtitan_like.resilience.corruption import WrongGradientsError
 from torchtitan_like.resilience.limits import Limits, process_start_time
 from torchtitan_like.resilience.nonfinite import (
     HeldStep,

@@ -37,7 +37,7 @@ from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize
 from torchtitan_like.distributed.parallelize import Sections, build_parts
-from torchtitan_like.distributed.tensor import overlap_tensor_parallel
+from torchtitan_like.distributed.tensor_parallel import overlap_tensor_parallel
 from torchtitan_like.distributed.world import World, join_world, launched_as
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy

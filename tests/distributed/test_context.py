@@ -14,10 +14,15 @@ from torch.utils._pytree import tree_leaves
 from tests.distributed.parity import compare, options, run_cell
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint
-from torchtitan_like.distributed import context, ring
+from torchtitan_like.distributed import context_parallel as context
+from torchtitan_like.distributed import ring
 from torchtitan_like.distributed.activation import apply_activation_checkpointing
 from torchtitan_like.distributed.collectives import gather_whole
-from torchtitan_like.distributed.context import METHODS, ContextParallel, apply_context_parallel
+from torchtitan_like.distributed.context_parallel import (
+    METHODS,
+    ContextParallel,
+    apply_context_parallel,
+)
 from torchtitan_like.distributed.initialize import initialize
 from torchtitan_like.distributed.parallelize import compile_blocks, find_blocks
 from torchtitan_like.models.layers.kernels import KERNELS

@@ -17,7 +17,7 @@ from tests.harness import stub_lm_eval
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main as titan
-from torchtitan_like.inference import loading
+from torchtitan_like.inference import load_model
 from torchtitan_like.stored_config import find_assets
 
 
@@ -97,7 +97,7 @@ def test_evaluation_uses_the_weights_of_the_step(family_step, tmp_path, monkeypa
     words = ["eval", str(family_step), "--tasks", "words", "--dtype", "float32", "--json"]
     assert titan(words) == 0
     (row,) = json.loads(capsys.readouterr().out)
-    loaded = loading.load_checkpoint(family_step, dtype="float32")
+    loaded = load_model.load_checkpoint(family_step, dtype="float32")
     ids = torch.tensor([loaded.tokenizer.encode(stub_lm_eval.TEXT)])
     with torch.no_grad():
         loss = cross_entropy(loaded.model(ids)[0, :-1], ids[0, 1:]).item()
@@ -210,7 +210,7 @@ def test_folder_without_a_manifest_is_rejected(tmp_path, capsys):
 
 
 def test_model_that_does_not_fit_is_rejected(step, monkeypatch, capsys):
-    monkeypatch.setattr(loading, "available_bytes", lambda: 2**10)
+    monkeypatch.setattr(load_model, "available_bytes", lambda: 2**10)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert titan(["generate", str(step)]) == 2
     assert (

@@ -18,7 +18,7 @@ from tests.distributed.parity import (
 from tests.distributed.test_matrix import CP, OPTIONS, TP, VALIDATE
 from tests.distributed.test_moe import LAYOUTS, MODEL, settings
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.resilience.replicas import ReplicaError
+from torchtitan_like.resilience.corruption import ReplicaError
 
 METHODS = {
     "bias": {"model.args.load_balance": "bias", "model.args.load_balance_coeff": 0.01},

@@ -6,7 +6,7 @@ import torch
 from tests.distributed.parity import build, options, release
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.resilience.replicas import bits_hash
+from torchtitan_like.resilience.corruption import bits_hash
 from torchtitan_like.util.exit_codes import ExitCode
 
 DDP = {"parallelism.data_parallel_replicate_degree": 2}

@@ -28,7 +28,7 @@ from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
 from torchtitan_like.distributed.parallelize import find_blocks
 from torchtitan_like.distributed.simple_fsdp import apply_simple_fsdp, cast_weights, compile_model
-from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.optim.loss import VocabShards, chunked_cross_entropy
 

@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_scale import ActivationCheckpoint
-from torchtitan_like.distributed import tensor
+from torchtitan_like.distributed import tensor_parallel
 from torchtitan_like.distributed.activation import apply_activation_checkpointing
 from torchtitan_like.distributed.data_parallel import apply_data_parallel
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize, materialize, weight_hash
 from torchtitan_like.distributed.parallelize import find_blocks
-from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.models.spec import InitRule, get_spec, resolve_args
 from torchtitan_like.optim.clipping import clip_gradients
@@ -367,12 +367,12 @@ MUTATIONS = {
 
 
 def compare_mutated(layout, role, change):
-    original = tensor.RULES[role]
-    tensor.RULES[role] = original._replace(**change)
+    original = tensor_parallel.RULES[role]
+    tensor_parallel.RULES[role] = original._replace(**change)
     try:
         return compare(layout)
     finally:
-        tensor.RULES[role] = original
+        tensor_parallel.RULES[role] = original
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -15,7 +15,7 @@ import torch
 from tests.harness.examples import example_words
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.cli import main as titan
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.util.jsonl import read_rows
 
 pytestmark = [

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.runner import ROOT
-from torchtitan_like.extensions.names import PARAMETERS
+from torchtitan_like.extensions.user_code import PARAMETERS
 
 GUIDE = ROOT / "docs/guides/extensions.md"
 SMALL = (

@@ -600,7 +600,7 @@ def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResul
     """Compute the loss directly, from documents with BOS and EOS."""
     from torchtitan_like.config import load_config
     from torchtitan_like.data.text.tokenizer import load_tokenizer
-    from torchtitan_like.inference.loading import load_model
+    from torchtitan_like.inference.load_model import load_model
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     config = load_config(["--job.config_file", str(step_folder / "config.toml")])

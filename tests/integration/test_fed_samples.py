@@ -27,7 +27,7 @@ from tests.unit.data.independent_reader import pattern_of
 from tests.unit.data.reference import digest_of
 from tests.unit.data.test_documents import write_table
 from tests.unit.data.token_writers import write_flat, write_npy
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import num_cores

@@ -20,7 +20,7 @@ from tests.harness.runner import ROOT
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.cli import main as titan
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 
 pytestmark = [
     pytest.mark.nightly,

@@ -60,7 +60,7 @@ runpy.run_module(PROGRAM, run_name="__main__")
 @pytest.mark.parametrize(
     ("program", "module"),
     [
-        ("torchtitan_like", "torchtitan_like.cli.ckpt"),
+        ("torchtitan_like", "torchtitan_like.cli.ckpt_commands"),
         ("torchtitan_like.train", "platform"),
         ("torchtitan_like.train", "torchtitan_like.config"),
         ("torchtitan_like.torchrun", "torch"),

@@ -17,22 +17,22 @@ from torchtitan_like.check.environment import (
     check_nccl,
     check_torch,
 )
-from torchtitan_like.check.host_memory import check_host_memory
-from torchtitan_like.check.model import (
+from torchtitan_like.check.model_checks import (
     check_attention,
     check_model,
     check_parameter_patterns,
     check_tokenizer,
     read_sizes,
 )
+from torchtitan_like.check.offload_memory import check_host_memory
 from torchtitan_like.check.rules import RULES
-from torchtitan_like.check.rules.no_effect import find_idle_settings
-from torchtitan_like.check.rules.parallelism import check_degrees, check_pipeline
+from torchtitan_like.check.rules.no_effect_rules import find_idle_settings
+from torchtitan_like.check.rules.parallelism_rules import check_degrees, check_pipeline
 from torchtitan_like.config import ConfigError, JobConfig, Problem
 from torchtitan_like.config.fields import dotted_names
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, CommandLine
 from torchtitan_like.config.problems import Rule, Severity, broken_rules, merge_no_effect
-from torchtitan_like.extensions.names import ExtensionError, resolve_name
+from torchtitan_like.extensions.user_code import ExtensionError, resolve_name
 from torchtitan_like.util.modules import searching_modules_in
 
 if TYPE_CHECKING:

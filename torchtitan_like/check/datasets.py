@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.check.environment import describe_missing
-from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import NO_EFFECT, Problem
-from torchtitan_like.extensions.names import ExtensionError
+from torchtitan_like.extensions.user_code import ExtensionError
 from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.suggestions import did_you_mean
 

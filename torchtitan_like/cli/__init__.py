@@ -26,7 +26,7 @@ SHTAB_FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 
 class Command(NamedTuple):
-    """A sub-command. ``name`` has all of its words; ``module`` is a module of this package.
+    """A sub-command. ``name`` has all of its words; ``module`` of this package is X_commands.py.
 
     The next word after a command with ``verbs`` selects a verb. If the command has a module too,
     any other word belongs to its own arguments.
@@ -54,7 +54,7 @@ class Command(NamedTuple):
         return code
 
     def _function(self, prefix: str) -> Callable[..., Any]:
-        module = importlib.import_module(f"{__name__}.{self.module}")
+        module = importlib.import_module(f"{__name__}.{self.module}_commands")
         function: Callable[..., Any] = getattr(module, f"{prefix}_{self.verb.replace('-', '_')}")
         return function
 

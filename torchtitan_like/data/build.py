@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 from torchtitan_like.data.batches.training import StepPositions, TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches

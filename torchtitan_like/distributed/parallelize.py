@@ -24,8 +24,8 @@ from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import HostGroup, World
-from torchtitan_like.extensions.converters import convert
 from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.extensions.user_code import convert
 from torchtitan_like.util.compile import compile_function
 from torchtitan_like.util.modules import is_dotted
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
         Parallelism,
     )
     from torchtitan_like.config.sections_training import Training
-    from torchtitan_like.distributed.context import ContextParallel
+    from torchtitan_like.distributed.context_parallel import ContextParallel
     from torchtitan_like.distributed.pipeline import Pipeline
     from torchtitan_like.models.spec import ModelSpec
 
@@ -193,7 +193,7 @@ def build_context(world: World, parallelism: Parallelism) -> ContextParallel | N
     """Return the `ContextParallel` of this rank; None without context parallelism."""
     if world.dims.cp == 1:
         return None
-    from torchtitan_like.distributed.context import ContextParallel
+    from torchtitan_like.distributed.context_parallel import ContextParallel
 
     method = {"alltoall": "ring"}.get(parallelism.context_parallel_rotate_method)
     return ContextParallel(
@@ -231,7 +231,7 @@ def parallelize(
         mesh = world.experts_mesh[tuple(name for name in EXPERTS_DIMS if name in names)]
         lines += apply_expert_parallel(model, spec, mesh)
     if dims.tp > 1:
-        from torchtitan_like.distributed.tensor import (
+        from torchtitan_like.distributed.tensor_parallel import (
             apply_tensor_parallel,
             overlap_tensor_parallel,
         )
@@ -246,7 +246,7 @@ def parallelize(
                 "Async Tensor Parallelism: matrix products overlap with adjacent collectives"
             )
     if context is not None:
-        from torchtitan_like.distributed.context import apply_context_parallel
+        from torchtitan_like.distributed.context_parallel import apply_context_parallel
 
         lines += apply_context_parallel(model, context)
     shares_samples = dims.tp > 1 and parallelism.enable_sequence_parallel

@@ -16,7 +16,7 @@ from torchtitan_like.distributed.collectives import reduce_from
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from torchtitan_like.distributed.context import ContextParallel
+    from torchtitan_like.distributed.context_parallel import ContextParallel
 
 
 class ShardedSequence:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.inference.loading import LoadedModel
+from torchtitan_like.inference.load_model import LoadedModel
 from torchtitan_like.util.splitmix import mix64
 
 FinishReason = Literal["eos", "length", "context"]

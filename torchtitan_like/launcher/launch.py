@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from torchtitan_like.launcher.machine import Machine, inspect_machine
+from torchtitan_like.launcher.local_devices import Machine, inspect_machine
 from torchtitan_like.launcher.options import (
     AUTO,
     OPTIONS,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torchtitan_like.launcher.machine import Machine
+from torchtitan_like.launcher.local_devices import Machine
 from torchtitan_like.util.exit_codes import CRASH, WRONG_INPUT
 
 DEFAULT_PORT = "29500"

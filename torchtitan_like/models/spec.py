@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # The sharding roles that a model's sharding.py may give to a parameter. A role fixes the weight's
 # placement, the layout of the module's input and output, and the reduction of the weight's
-# gradient. `distributed/tensor.py` implements them.
+# gradient. `distributed/tensor_parallel.py` implements them.
 SHARDING_ROLES = {
     "vocab_embedding": "weight sharded over the vocabulary; output reduced",
     "column": "weight sharded over output features; input replicated",

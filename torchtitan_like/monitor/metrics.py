@@ -5,8 +5,8 @@
 | `rows.RowCollector` | turns the values of steps into rows, with one copy and one gather |
 | `experts.ExpertMetrics` | computes how evenly experts are loaded |
 | `throughput.ThroughputClock` | measures the steps between log lines |
-| `row_files.RowFiles` | writes metrics.jsonl and validation.jsonl on rank 0 |
-| `extensions.observers.Observers` | passes rows on to user code |
+| `rows.RowFiles` | writes metrics.jsonl and validation.jsonl on rank 0 |
+| `extensions.user_code.Observers` | passes rows on to user code |
 | `sinks.Sink` | shows rows: console, TensorBoard, W&B |
 """
 
@@ -18,13 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.memory import MemoryMonitor
-from torchtitan_like.monitor.row_files import RowFiles
-from torchtitan_like.monitor.rows import Row, RowCollector, StepRecord
+from torchtitan_like.monitor.rows import Row, RowCollector, RowFiles, StepRecord
 from torchtitan_like.monitor.sinks import Sink
 from torchtitan_like.monitor.throughput import ThroughputClock
 
 if TYPE_CHECKING:
-    from torchtitan_like.extensions.observers import Observers
+    from torchtitan_like.extensions.user_code import Observers
 
 
 class Metrics:

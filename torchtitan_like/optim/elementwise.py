@@ -6,14 +6,13 @@ Everything is computed in float32, or in float64 for float64 weights.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchtitan_like.optim.gated import GatedOptimizer, assign
 from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble_tensor, tensor_key
 
@@ -21,8 +20,29 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
     from torchtitan_like.optim.groups import ParameterGroup
 
+
 # For each dimension of a parameter, the indices in the full parameter of this rank's positions.
 ShardIndices = Callable[[Tensor], Sequence[Tensor]]
+
+
+class GatedOptimizer(torch.optim.Optimizer, ABC):
+    """An optimizer that reads on the device whether to skip its update.
+
+    torch's own fused optimizers read `found_inf` in the same way. The host never waits for it.
+    """
+
+    @abstractmethod
+    def gated_step(self, skip: Tensor) -> None:
+        """Update the weights and states. If `skip` (0-dim, 0 or 1) is 1, all keep their bits."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Raise NotImplementedError: `gated_step` updates the weights."""
+        raise NotImplementedError("step() cannot skip an update. Call gated_step(skip)")
+
+
+def assign(target: Tensor, value: Tensor, skip: Tensor) -> None:
+    """Copy `value` to `target`, which keeps its bits if `skip` is 1."""
+    target.copy_(torch.where(skip > 0, target, value.to(target.dtype)))
 
 
 class Elementwise(GatedOptimizer):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from torchtitan_like.optim.gated import GatedOptimizer, assign
+from torchtitan_like.optim.elementwise import GatedOptimizer, assign
 from torchtitan_like.util.shards import local_shard
 
 if TYPE_CHECKING:

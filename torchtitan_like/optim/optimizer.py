@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchtitan_like.extensions.optimizers import build_optimizer as build_own
 from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.extensions.user_code import build_optimizer as build_own
 from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.clipping import (
     clip_gradients,
@@ -20,8 +20,7 @@ from torchtitan_like.optim.clipping import (
     sum_of_squares,
 )
 from torchtitan_like.optim.eight_bit import AdamW8bit
-from torchtitan_like.optim.elementwise import ShardIndices
-from torchtitan_like.optim.gated import GatedOptimizer
+from torchtitan_like.optim.elementwise import GatedOptimizer, ShardIndices
 from torchtitan_like.optim.groups import ParameterGroup, group_parameters
 from torchtitan_like.optim.muon import FindMatrices, Muon
 from torchtitan_like.util.shards import local_shard

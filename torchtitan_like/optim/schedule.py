@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from torchtitan_like.extensions.names import ExtensionError, resolve_name
 from torchtitan_like.extensions.protocols import LearningRateSchedule, Settings
+from torchtitan_like.extensions.user_code import ExtensionError, resolve_name
 from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import torch
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
 
+
 logger = logging.getLogger()
 
 QUANTITIES = ("loss", "grad_norm")  # keys of metrics.jsonl

@@ -2,7 +2,7 @@
 
 The filter detects the *forms* of credentials. It cannot detect a plain word as a password. Values
 of environment variables are therefore written only for an allow-list
-(`torchtitan_like.monitor.environment.RECORDED`).
+(`torchtitan_like.monitor.attempt.RECORDED`).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.check import check_config, host_memory, load_checked
+from torchtitan_like.check import check_config, load_checked, offload_memory
 from torchtitan_like.config import ConfigError, Problem, load_config
 from torchtitan_like.util.host_memory import HostMemory
 
@@ -329,7 +329,7 @@ def test_offload_must_fit_into_host_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     def severities(total: int, available: int, device_type: str = "cuda") -> list[str]:
         memory = HostMemory(total * 2**30, available * 2**30)
-        monkeypatch.setattr(host_memory, "host_memory", lambda: memory)
+        monkeypatch.setattr(offload_memory, "host_memory", lambda: memory)
         problems = check(line, 8, device_type=device_type)
         return [
             p.severity

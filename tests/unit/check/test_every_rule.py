@@ -21,7 +21,7 @@ from tests.unit.check.test_rules import (
 )
 from torchtitan_like.check import check_config, context
 from torchtitan_like.check.rules import RULES
-from torchtitan_like.check.rules.no_effect import NO_EFFECT_RULES
+from torchtitan_like.check.rules.no_effect_rules import NO_EFFECT_RULES
 from torchtitan_like.config import ConfigError, Problem, load_config
 from torchtitan_like.config.base import Section
 from torchtitan_like.config.fields import all_settings, find

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from torchtitan_like.check.host_memory import STATES, host_memory_need, state_bytes
+from torchtitan_like.check.offload_memory import STATES, host_memory_need, state_bytes
 from torchtitan_like.config import load_config
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners

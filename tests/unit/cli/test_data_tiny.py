@@ -25,7 +25,7 @@ from tests.unit.data.test_documents import write_table
 from torchtitan_like.checkpoint.tools.compare import tensor_difference
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.cli import main as titan
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy

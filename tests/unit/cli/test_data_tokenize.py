@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.cli import main
-from torchtitan_like.cli.data import FORMATS
+from torchtitan_like.cli.data_commands import FORMATS
 from torchtitan_like.data.text.documents import ENDINGS, find_corpus
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy

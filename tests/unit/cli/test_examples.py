@@ -24,7 +24,7 @@ from tests.harness.examples import example_of, example_words
 from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER, TRAIN_CONFIGS
 
 if sys.version_info >= (3, 11):

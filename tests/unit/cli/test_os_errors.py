@@ -16,7 +16,7 @@ from tests.unit.checkpoint.folders import make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.checkpoint.tools.listing import list_checkpoints
 from torchtitan_like.cli import main
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.util.bundle import TOKENIZER
 from torchtitan_like.util.files import describe_os_error
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchtitan_like.cli import main as titan
-from torchtitan_like.monitor.environment import write_environment
+from torchtitan_like.monitor.attempt import write_environment
 
 
 def main(arguments: list[str]) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.config.agreement import check_agreement, shared_settings
 from torchtitan_like.config.fields import all_settings
+from torchtitan_like.config.handover import check_agreement, shared_settings
 
 
 def error_of(one: str, other: str) -> str:

@@ -7,7 +7,7 @@ from typing import get_args
 
 import pytest
 
-from torchtitan_like.check.rules.no_effect import find_idle_settings
+from torchtitan_like.check.rules.no_effect_rules import find_idle_settings
 from torchtitan_like.config import load_config
 from torchtitan_like.config.base import (
     Affected,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_like.config.datasets import DATASETS
+from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.config.sections_training import DataSource, Training, Validation
 from torchtitan_like.data.build import resolve_sources
 from torchtitan_like.data.errors import DataError

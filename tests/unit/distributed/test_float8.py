@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtitan_like.check.rules.compute import FLOAT8_CAPABILITY
+from torchtitan_like.check.rules.compute_rules import FLOAT8_CAPABILITY
 from torchtitan_like.config.sections_scale import (
     ActivationCheckpoint,
     Compile,

@@ -14,7 +14,7 @@ from torchtitan_like.config import ConfigError, JobConfig, dump_toml, load_confi
 from torchtitan_like.config.document import settings_help
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.toml_text import dump_toml as dump
-from torchtitan_like.extensions.names import PARAMETERS
+from torchtitan_like.extensions.user_code import PARAMETERS
 from torchtitan_like.stored_config import load_trusted
 
 HEAD = """

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_like.extensions.names import ExtensionError
-from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.extensions.user_code import ExtensionError, Observers
 
 
 class Recording:

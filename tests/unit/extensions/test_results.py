@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torchtitan_like.build import _token_loss
-from torchtitan_like.extensions.converters import convert
-from torchtitan_like.extensions.names import ExtensionError
-from torchtitan_like.extensions.optimizers import build_optimizer
+from torchtitan_like.extensions.user_code import ExtensionError, build_optimizer, convert
 from torchtitan_like.optim.schedule import UserSchedule
 
 Groups = list[dict[str, Any]]

@@ -26,7 +26,7 @@ from torchtitan_like.inference.generation import (
     generate,
     uniform_number,
 )
-from torchtitan_like.inference.loading import LoadedModel
+from torchtitan_like.inference.load_model import LoadedModel
 from torchtitan_like.models import get_spec, resolve_args
 
 VOCAB = {"vocab_size": 96, "max_seq_len": 64}

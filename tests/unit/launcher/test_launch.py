@@ -22,9 +22,9 @@ from torchtitan_like import cli
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import load_config
-from torchtitan_like.launcher import machine
+from torchtitan_like.launcher import local_devices
 from torchtitan_like.launcher.launch import LAUNCHER_SIGNALS, child_environment
-from torchtitan_like.launcher.machine import Machine, inspect_machine
+from torchtitan_like.launcher.local_devices import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.outcome import prepare_run_folder
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
@@ -356,14 +356,14 @@ def test_the_driver_counts_named_devices(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "cuda.c").write_text(LIBCUDA)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["gcc", "-shared", "-o", library, tmp_path / "cuda.c"], check=True)
-    monkeypatch.setattr(machine, "_list_gpus", lambda: ["GPU 0: H100", "GPU 1: H100"])
+    monkeypatch.setattr(local_devices, "_list_gpus", lambda: ["GPU 0: H100", "GPU 1: H100"])
     environment = {"LD_LIBRARY_PATH": str(tmp_path), "CUDA_VISIBLE_DEVICES": "MIG-1f2e,MIG-3d4c"}
-    assert machine.inspect_machine(environment).num_nvidia_gpus == 1
+    assert local_devices.inspect_machine(environment).num_nvidia_gpus == 1
     environment["CUDA_VISIBLE_DEVICES"] = "0,1"
-    assert machine.inspect_machine(environment).num_nvidia_gpus == 2
+    assert local_devices.inspect_machine(environment).num_nvidia_gpus == 2
     library.write_text("no library")
     environment["CUDA_VISIBLE_DEVICES"] = "MIG-1f2e,MIG-3d4c"
-    assert machine.inspect_machine(environment).num_nvidia_gpus == 2
+    assert local_devices.inspect_machine(environment).num_nvidia_gpus == 2
 
 
 @pytest.mark.parametrize(
@@ -379,7 +379,7 @@ def test_the_driver_counts_named_devices(tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_visible_gpus_are_counted_as_cuda_does(visible: str | None, num_gpus: int) -> None:
-    assert machine.count_visible(3, visible) == num_gpus
+    assert local_devices.count_visible(3, visible) == num_gpus
 
 
 @pytest.mark.parametrize(
@@ -397,8 +397,8 @@ def test_amd_gpus_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], num_gpus: int
 ) -> None:
     """Five nodes of AMD's driver: a CPU, three GPUs, and the GPU of another container."""
-    monkeypatch.setattr(machine, "AMD_NODES", tmp_path / "nodes")
-    monkeypatch.setattr(machine, "RENDER_DEVICES", tmp_path / "dri")
+    monkeypatch.setattr(local_devices, "AMD_NODES", tmp_path / "nodes")
+    monkeypatch.setattr(local_devices, "RENDER_DEVICES", tmp_path / "dri")
     monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
     (tmp_path / "dri").mkdir()
     assert inspect_machine(variables).num_gpus == 0

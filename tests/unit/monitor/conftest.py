@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from torchtitan_like.config.sections_run import Metrics as MetricsSection
-from torchtitan_like.extensions.observers import Observers
+from torchtitan_like.extensions.user_code import Observers
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.memory import HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
-from torchtitan_like.monitor.row_files import RowFiles
-from torchtitan_like.monitor.rows import Gather, RowCollector
+from torchtitan_like.monitor.rows import Gather, RowCollector, RowFiles
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops
 from torchtitan_like.util.files import WriteFailures

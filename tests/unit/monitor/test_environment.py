@@ -15,8 +15,8 @@ import torch
 
 from tests.harness.secrets import SECRET_VARIABLES, new_secret, with_secret
 from torchtitan_like.config.arguments import mask_arguments
-from torchtitan_like.monitor import environment
-from torchtitan_like.monitor.environment import (
+from torchtitan_like.monitor import attempt
+from torchtitan_like.monitor.attempt import (
     RECORDED,
     git_state,
     packages,
@@ -217,12 +217,12 @@ def test_an_installed_package_has_no_git_state(
 def test_a_wheel_records_the_commit_it_was_built_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(environment, "git_state", lambda folder: None)
+    monkeypatch.setattr(attempt, "git_state", lambda folder: None)
     for recorded, expected in (
         ("abc123", "commit abc123, recorded when the package was built\n"),
         (None, "the package is in no git checkout\n"),
     ):
-        monkeypatch.setattr(environment, "recorded_commit", lambda commit=recorded: commit)
+        monkeypatch.setattr(attempt, "recorded_commit", lambda commit=recorded: commit)
         folder = tmp_path / str(recorded)
         write_environment(folder, {}, ["train.py"])
         assert (folder / "git.txt").read_text() == expected

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like.monitor.errors import record_error
+from torchtitan_like.monitor.attempt import record_error
 from torchtitan_like.util.run_directory import describe_error, read_errors, read_first_error
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchtitan_like.models import get_spec
-from torchtitan_like.monitor import flops
+from torchtitan_like.monitor import throughput
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.throughput import log_hardware
 
@@ -38,7 +38,7 @@ from torchtitan_like.monitor.throughput import log_hardware
     ],
 )
 def test_the_device_name_selects_the_peak(device_name: str, tera: float) -> None:
-    assert flops.peak_flops(device_name, None) == pytest.approx(tera * 1e12, rel=1e-12)
+    assert throughput.peak_flops(device_name, None) == pytest.approx(tera * 1e12, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_the_device_name_selects_the_peak(device_name: str, tera: float) -> None
 def test_an_unknown_device_has_no_peak_and_one_warning(
     device_name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    flops._warned.clear()
+    throughput._warned.clear()
     with caplog.at_level(logging.WARNING):
-        assert [flops.peak_flops(device_name, None) for _ in range(3)] == [None] * 3
+        assert [throughput.peak_flops(device_name, None) for _ in range(3)] == [None] * 3
     assert (
         len(caplog.records) == 1
         and "metrics.peak_flops" in caplog.text
@@ -58,44 +58,44 @@ def test_an_unknown_device_has_no_peak_and_one_warning(
 
 
 def test_a_cpu_has_no_peak_unless_set(caplog: pytest.LogCaptureFixture) -> None:
-    assert flops.peak_flops("cpu", None) is None and not caplog.records
-    assert flops.peak_flops("cpu", 2e11) == 2e11
+    assert throughput.peak_flops("cpu", None) is None and not caplog.records
+    assert throughput.peak_flops("cpu", 2e11) == 2e11
 
 
 @pytest.mark.parametrize(
     ("precision", "expected"), [("bf16", 312e12), ("tf32", 156e12), ("fp8", 624e12)]
 )
 def test_the_peak_depends_on_the_precision(precision: str, expected: float) -> None:
-    assert flops.peak_flops("NVIDIA A100-SXM4-40GB", None, precision) == expected
+    assert throughput.peak_flops("NVIDIA A100-SXM4-40GB", None, precision) == expected
 
 
 def test_mfu_of_624_tflop_in_4_seconds_on_a100() -> None:
-    assert flops.mfu(
-        624e12, 1 / 4, flops.peak_flops("NVIDIA A100-SXM4-80GB", None)
+    assert throughput.mfu(
+        624e12, 1 / 4, throughput.peak_flops("NVIDIA A100-SXM4-80GB", None)
     ) == pytest.approx(50.0)
 
 
 def test_mfu_of_llama3_8b_equals_torchtitans_log() -> None:
-    peak = flops.peak_flops("NVIDIA H100 80GB HBM3", None)
+    peak = throughput.peak_flops("NVIDIA H100 80GB HBM3", None)
     assert round(57.914e9 * 7031 / 1e12, 1) == 407.2
-    assert flops.mfu(57.914e9, 7031, peak) == pytest.approx(41.17, abs=0.005)
+    assert throughput.mfu(57.914e9, 7031, peak) == pytest.approx(41.17, abs=0.005)
 
 
 def test_full_recomputation_increases_hfu_by_a_third() -> None:
-    assert flops.hfu(1e9, 1000, 1e13) == pytest.approx(4 / 3 * 10.0)
-    assert flops.hfu(1e9, 1000, 1e13, num_passes=3) == flops.mfu(1e9, 1000, 1e13)
-    assert flops.hfu(1e9, 1000, None) is None
+    assert throughput.hfu(1e9, 1000, 1e13) == pytest.approx(4 / 3 * 10.0)
+    assert throughput.hfu(1e9, 1000, 1e13, num_passes=3) == throughput.mfu(1e9, 1000, 1e13)
+    assert throughput.hfu(1e9, 1000, None) is None
 
 
 def test_estimate_in_tflops_per_device() -> None:
     # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices; with 3 and 4 passes
     expected = 8 * 3 * 2 * 4096 * 2048 / (40 * 256 * 1e3)
     assert (
-        flops.estimate_tflops(8, 3, 4096, 2048, 40, 256)
+        throughput.estimate_tflops(8, 3, 4096, 2048, 40, 256)
         == pytest.approx(expected)
         == pytest.approx(39.32, abs=0.01)
     )
-    assert flops.estimate_tflops(8, 4, 4096, 2048, 40, 256) == pytest.approx(expected * 4 / 3)
+    assert throughput.estimate_tflops(8, 4, 4096, 2048, 40, 256) == pytest.approx(expected * 4 / 3)
 
 
 def test_forward_flops_per_layer() -> None:
@@ -104,7 +104,7 @@ def test_forward_flops_per_layer() -> None:
     mlp_projections = 2 * batch * seq * dim * (8 * dim)  # two of size 4 * dim
     attention = 2 * 2 * batch * seq * seq * dim  # scores, and scores times values
     expected = attention_projections + mlp_projections + attention
-    assert flops.forward_flops_per_layer(batch, seq, dim) == expected
+    assert throughput.forward_flops_per_layer(batch, seq, dim) == expected
 
 
 @pytest.mark.parametrize(

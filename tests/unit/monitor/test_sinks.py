@@ -108,8 +108,8 @@ def test_the_monitor_package_imports_few_modules() -> None:
     """Only rows imports torch, and no module imports a dashboard or the config schema."""
     code = """
 import sys
-from torchtitan_like.monitor import attempt, environment, experts, flops, garbage, log, memory
-from torchtitan_like.monitor import profiler, row_files, sinks, throughput
+from torchtitan_like.monitor import attempt, experts, garbage, log, memory, profiler, sinks
+from torchtitan_like.monitor import throughput
 assert "torch" not in sys.modules
 import torch
 before = set(sys.modules)

@@ -15,8 +15,7 @@ import pytest
 from tests.harness.examples import example_words
 from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
-from torchtitan_like.cli import main
-from torchtitan_like.cli import node as node_commands
+from torchtitan_like.cli import main, node_commands
 from torchtitan_like.node import bench, machine, ranks
 
 HEALTHY = "{}, GPU-{}, 40, 0, No, No, No, Not Active"

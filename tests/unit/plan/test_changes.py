@@ -10,7 +10,7 @@ import pytest
 from torchtitan_like.check import load_checked
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import JobConfig
-from torchtitan_like.plan import changes
+from torchtitan_like.plan import remedies
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.util.units import GIB
@@ -30,13 +30,13 @@ def reserve(monkeypatch: pytest.MonkeyPatch, gib_of: Any) -> None:
         reserved = round(gib_of(config) * GIB)
         return [RankMemory(0, 0, reserved, reserved, {"other": reserved}, "step 1", {}, 0, {})]
 
-    monkeypatch.setattr(changes, "plan_memory", plan)
+    monkeypatch.setattr(remedies, "plan_memory", plan)
 
 
 def find(settings: list[str], world_size: int = 2) -> tuple[bool, list[str]]:
     argv = [*DEBUG, *settings]
     config, _ = load_checked(argv, world_size, training=False)
-    return changes.check_fit(config, world_size, load_gpu("h100-80g"))
+    return remedies.check_fit(config, world_size, load_gpu("h100-80g"))
 
 
 def test_the_cheapest_three_sufficient_changes_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.check import load_checked
-from torchtitan_like.distributed.tensor import apply_tensor_parallel
+from torchtitan_like.distributed.tensor_parallel import apply_tensor_parallel
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan.closed_form import (
     Network,

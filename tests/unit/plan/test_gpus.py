@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_like.monitor.flops import PEAK_FLOPS
+from torchtitan_like.monitor.throughput import PEAK_FLOPS
 from torchtitan_like.plan.descriptions import names_in
 from torchtitan_like.plan.gpus import FOLDER, gpu_text, load_gpu
 

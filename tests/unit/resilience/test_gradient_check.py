@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.resilience.gradient_check import GradientCheck, WrongGradientsError
+from torchtitan_like.resilience.corruption import GradientCheck, WrongGradientsError
 
 
 def check_steps(noise: dict[int, dict[str, float]], measures: bool = True) -> list[int]:

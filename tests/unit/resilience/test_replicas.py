@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.resilience import replicas
-from torchtitan_like.resilience.replicas import Replicas, bits_hash, differences
+from torchtitan_like.resilience import corruption
+from torchtitan_like.resilience.corruption import Replicas, bits_hash, differences
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_flipped_bit_changes_the_hash(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replicas, "BLOCK", 4)
+    monkeypatch.setattr(corruption, "BLOCK", 4)
     weights = torch.randn(3, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
-    bits = weights.view(replicas.INTEGERS[dtype.itemsize]).flatten()
+    bits = weights.view(corruption.INTEGERS[dtype.itemsize]).flatten()
     before, hashes = int(bits_hash(weights)), set()
     for index in range(15):
         for bit in range(8 * dtype.itemsize):

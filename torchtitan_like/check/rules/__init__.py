@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from torchtitan_like.check.context import RunContext
-from torchtitan_like.check.rules.compute import (
+from torchtitan_like.check.rules.compute_rules import (
     ACTIVATION_CHECKPOINT_RULES,
     COMPILE_RULES,
     QUANTIZE_RULES,
 )
-from torchtitan_like.check.rules.model import MODEL_RULES
-from torchtitan_like.check.rules.no_effect import NO_EFFECT_RULES
-from torchtitan_like.check.rules.parallelism import PARALLELISM_RULES
-from torchtitan_like.check.rules.replica_groups import FAULT_TOLERANCE_RULES
-from torchtitan_like.check.rules.run import (
+from torchtitan_like.check.rules.model_rules import MODEL_RULES
+from torchtitan_like.check.rules.no_effect_rules import NO_EFFECT_RULES
+from torchtitan_like.check.rules.parallelism_rules import PARALLELISM_RULES
+from torchtitan_like.check.rules.replica_groups_rules import FAULT_TOLERANCE_RULES
+from torchtitan_like.check.rules.run_rules import (
     CHECKPOINT_RULES,
     DEBUG_RULES,
     JOB_RULES,
@@ -20,7 +20,7 @@ from torchtitan_like.check.rules.run import (
     PROFILING_RULES,
     RESILIENCE_RULES,
 )
-from torchtitan_like.check.rules.training import (
+from torchtitan_like.check.rules.training_rules import (
     EMA_RULES,
     LR_SCHEDULER_RULES,
     OPTIMIZER_RULES,

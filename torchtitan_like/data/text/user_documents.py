@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import BadResult, Document
-from torchtitan_like.extensions.names import resolve_name
+from torchtitan_like.extensions.user_code import resolve_name
 from torchtitan_like.util.modules import describe_line
 
 

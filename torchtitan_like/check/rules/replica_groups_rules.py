@@ -15,7 +15,7 @@ from torchtitan_like.check.rules.keys import (
     REPLICATE,
     TP,
 )
-from torchtitan_like.config.datasets import datasets_for
+from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_run import LIGHTHOUSE
 from torchtitan_like.distributed.stages import check_explicit, model_fragments, module_names

@@ -119,7 +119,7 @@ def run_tokenize(arguments: argparse.Namespace) -> int:
 
 def configure_train_tokenizer(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    from torchtitan_like.config.datasets import DATASETS
+    from torchtitan_like.config.dataset_names import DATASETS
 
     parser.add_argument(
         "--output", type=Path, required=True, metavar="FOLDER", help="folder of the three files"

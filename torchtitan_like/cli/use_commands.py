@@ -118,7 +118,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
     from torchtitan_like.inference.generation import Sampling, complete_all
-    from torchtitan_like.inference.loading import EXPORT_REMEDY, load_checkpoint
+    from torchtitan_like.inference.load_model import EXPORT_REMEDY, load_checkpoint
 
     prompts = arguments.prompt or [""]
     sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
@@ -251,7 +251,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from torchtitan_like.inference import evaluation
-    from torchtitan_like.inference.loading import read_checkpoint
+    from torchtitan_like.inference.load_model import read_checkpoint
 
     step: Path = arguments.step
     output = evaluation.output_file(step, arguments.output)

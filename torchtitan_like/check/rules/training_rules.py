@@ -19,7 +19,7 @@ from torchtitan_like.check.rules.keys import (
     SEQUENCE_PARALLEL,
     TP,
 )
-from torchtitan_like.check.rules.model import UNIT
+from torchtitan_like.check.rules.model_rules import UNIT
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.util.modules import pip_install
 

@@ -125,7 +125,7 @@ def run_check(arguments: argparse.Namespace) -> int:
         show_error(report(warnings))
     if gpu is None:
         return os.EX_OK
-    from torchtitan_like.plan.changes import check_fit
+    from torchtitan_like.plan.remedies import check_fit
 
     is_fitting, lines = check_fit(config, arguments.world_size, gpu)
     show_error("\n".join(lines))
