@@ -13,7 +13,8 @@
 # --null-gpu needs no GPU but a CUDA build of torch. It uses the Python in NULL_GPU_PYTHON; without that variable it
 # creates .venv-null-gpu and installs torch with its CUDA libraries there, about 5 GB.
 #
-# Prints the time it took. Returns pytest's code, or 1 when only a static check has failed.
+# Ends with a table of what ran, the time it took and the CPU seconds. Returns pytest's code, or 1 when only a static check
+# has failed.
 set -uo pipefail
 
 started=$SECONDS
@@ -91,7 +92,9 @@ check() {
   "$@" || failed+=("$*")
 }
 types=$(mktemp)
-trap 'rm -f "$types"' EXIT
+TEST_RESULTS=$(mktemp -d)
+export TEST_RESULTS
+trap 'rm -rf "$types" "$TEST_RESULTS"' EXIT
 
 PATH="$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))'):$PATH"
 check "$PYTHON" -m ruff check .
@@ -104,7 +107,7 @@ type_check=$!
 code=0
 run_pytest() {
   echo "+ $PYTHON -m pytest $*"
-  "$PYTHON" -m pytest "$@" && return
+  "$PYTHON" -m pytest -p tests.harness.results "$@" && return
   local result=$?
   [ "$code" -ne 0 ] || code=$result
 }
@@ -122,7 +125,9 @@ fi
 echo "+ $PYTHON -m mypy"
 wait "$type_check" || failed+=("$PYTHON -m mypy")
 cat "$types"
-echo "Total time: $((SECONDS - started)) s"
+[ "${1:-}" = --lint ] || "$PYTHON" -m tests.harness.results
+echo "Total time: $((SECONDS - started)) s. CPU time of this shell, then of all that it started (user, system):"
+times
 for name in ${failed[@]+"${failed[@]}"}; do
   echo "FAILED: $name" >&2
   [ "$code" -ne 0 ] || code=1
