@@ -200,10 +200,10 @@ def transformers_model(recompute: bool) -> tuple[Any, Callable[[Any], Any]]:
     """Return the model of transformers, and its logits of tokens (batch, seq)."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from torchtitan_like.models.qwen3.flavors import FLAVORS
-    from torchtitan_like.models.qwen3.hf import hf_config
+    from torchtitan_like.models.dense.flavors import QWEN3
+    from torchtitan_like.models.dense.hf import hf_config
 
-    config = Qwen3MoeConfig(**hf_config(FLAVORS["debugmodel_moe"]))
+    config = Qwen3MoeConfig(**hf_config(QWEN3["debugmodel_moe"]))
     config._experts_implementation = "grouped_mm"
     model = Qwen3MoeForCausalLM(config)
     if recompute:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from torchtitan_like.models.llama3.flavors import LlamaArgs
+from torchtitan_like.models.dense.flavors import LlamaArgs
 
 
 def rotary_tables(args: LlamaArgs, seq_len: int) -> tuple[Tensor, Tensor]:

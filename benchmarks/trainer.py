@@ -143,11 +143,11 @@ def run_loop(case: Case, launched_at: float, folder: str) -> None:
     import torch.nn.functional as F
 
     from benchmarks.plain_llama import PlainLlama
-    from torchtitan_like.models.llama3.flavors import FLAVORS
+    from torchtitan_like.models.dense.flavors import LLAMA3
 
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(0)
-    model = PlainLlama(replace(FLAVORS["debugmodel"], **case.args), case.seq_len)
+    model = PlainLlama(replace(LLAMA3["debugmodel"], **case.args), case.seq_len)
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.02) if p.ndim > 1 else torch.nn.init.ones_(p)
     if world_size > 1:

@@ -56,7 +56,7 @@ START_TIMEOUT_SECONDS = 60.0
 # Modules that tests import anyway. Importing them once before forking saves three seconds per rank.
 MODULES = ("torch._dynamo.backends.debugging", "torch._functorch.aot_autograd", "torch._inductor.lowering",
            "torch.distributed.pipelining", "tokenizers", "tiktoken", "torchtitan_like.train",
-           "torchtitan_like.models.llama3.model")  # fmt: skip
+           "torchtitan_like.models.dense.model")  # fmt: skip
 # The peers of a failed rank hang in a collective. Wait this long for failures of their own.
 GRACE_SECONDS = 0.3
 PR_SET_PDEATHSIG = 1

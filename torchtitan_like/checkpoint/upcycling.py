@@ -30,7 +30,7 @@ from torchtitan_like.checkpoint.stored_weights import PREFIX
 from torchtitan_like.checkpoint.unpickle import CheckedPlanner
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, Rows, links
-from torchtitan_like.models.upcycling import Upcycling
+from torchtitan_like.models.spec import Upcycling
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.start import Start

@@ -1,4 +1,4 @@
-"""Fields of config.json files: the ones that change what a model computes, and harmless ones.
+"""Read the fields of a config.json, and refuse the ones that change what a model computes.
 
 transformers ignores a field that its class does not have. Files of other programs contain such
 fields, and their models compute something else. So a reader refuses the fields of `REFUSED`, passes
@@ -7,7 +7,12 @@ over the fields of `HARMLESS`, and reports all others. Never imports torch.
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+
+from torchtitan_like.models.size_rules import MAX_LAYERS, MAX_SIZE
 
 
 class Refusal(NamedTuple):
@@ -134,3 +139,125 @@ HARMLESS = frozenset(
     return_dict_in_generate suppress_tokens temperature top_k top_p typical_p
     """.split()
 )
+
+
+class Fields:
+    """The fields of one config.json: reads them with their types, and collects problems.
+
+    used: the fields that were read. unused: keys of the rope table that its type does not read.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.problems: list[str] = []
+        self.used = {"model_type", "architectures"}
+        self.unused: list[str] = []
+
+    def refuse(self, name: str, expected: str, reason: str = "", value: Any = None) -> None:
+        """Add the problem of a field. value: None for the field's own value."""
+        value = self.config.get(name) if value is None else value
+        is_absent = value is None and name not in self.config
+        text = "absent" if is_absent else show(value)
+        self.problems.append(f"{name} = {text}: expected {expected}{reason and f'; {reason}'}")
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.used.add(name)
+        return self.config.get(name, default)
+
+    def integer(self, name: str, default: int | None) -> int:
+        """Return an integer above 0; the default if the field is absent."""
+        value = self.get(name, default)
+        limit = MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE
+        is_positive = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if is_positive and value <= limit:
+            return int(value)
+        self.refuse(name, f"at most {limit}" if is_positive else "an integer above 0")
+        return 1
+
+    def number(self, name: str, default: float) -> float:
+        value = self.get(name, default)
+        if is_number(value) and value > 0:
+            return float(value)
+        self.refuse(name, "a number above 0")
+        return 1.0
+
+    def switch(self, name: str, default: bool) -> bool:
+        value = self.get(name, default)
+        if isinstance(value, bool):
+            return value
+        self.refuse(name, "true or false")
+        return default
+
+    def notes(self) -> list[str]:
+        """Return a sentence about the fields that no table names."""
+        names = self.config.keys() - self.used - REFUSED.keys() - HARMLESS
+        unknown = [f"{name} = {show(self.config[name])}" for name in sorted(names)]
+        unknown += self.unused
+        if not unknown:
+            return []
+        return [
+            "has fields that are unknown here and have no effect. Check that the model does not "
+            f"need them: {', '.join(unknown)}"
+        ]
+
+
+def show(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number that fp64 can represent, unlike NaN and an integer of 400 digits."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
+
+
+def check_refused(fields: Fields) -> None:
+    """Refuse the fields that change what the model computes."""
+    config = fields.config
+    for name, refusal in REFUSED.items():
+        if name in config and not _is_neutral(config[name], refusal):
+            _refuse(fields, name, config[name], refusal)
+    if fields.get("attention_multiplier") not in (None, _scale_of_scores(config)):  # of Granite
+        reason = "scores are divided by the root of head_dim"
+        fields.refuse("attention_multiplier", "no such field", reason)
+    # SmolLM3 rotates the layers whose entry is 1.
+    rotated = fields.get("no_rope_layers")
+    if rotated is not None and not (isinstance(rotated, list) and all(rotated)):
+        fields.refuse("no_rope_layers", "1 for each layer", "all layers are rotated")
+    nested = config.get("text_config")
+    for table in (config, nested if isinstance(nested, dict) else {}):
+        for name in ("rope_scaling", "rope_parameters"):
+            if isinstance(rope := table.get(name), dict):
+                _check_refused_rope(fields, name, rope)
+
+
+def _check_refused_rope(fields: Fields, name: str, rope: Mapping[str, Any]) -> None:
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if str(rope_type) not in ROPE_KEYS:
+        expected = f"one of {', '.join(ROPE_KEYS)}"
+        fields.refuse(f"{name}.rope_type", expected, "other scalings are not supported", rope_type)
+    for key, refusal in ROPE_REFUSED.items():
+        if key in rope and not _is_neutral(rope[key], refusal):
+            _refuse(fields, f"{name}.{key}", rope[key], refusal)
+
+
+def _scale_of_scores(config: Mapping[str, Any]) -> float | None:
+    """Return head_dim^-0.5; None if the file has no valid sizes."""
+    sizes: list[Any] = [
+        config.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")
+    ]
+    head_dim, dim, n_heads = (size if is_number(size) and size > 0 else 0 for size in sizes)
+    if not head_dim and n_heads:
+        head_dim = dim // n_heads
+    return head_dim**-0.5 if head_dim else None
+
+
+def _is_neutral(value: Any, refusal: Refusal) -> bool:
+    """Return True for a neutral value; 1 and 1.0 are equal, false and 0 too."""
+    return any(value == neutral for neutral in refusal.neutral)
+
+
+def _refuse(fields: Fields, name: str, value: Any, refusal: Refusal) -> None:
+    allowed = [show(neutral) for neutral in refusal.neutral if neutral is not None]
+    fields.refuse(name, " or ".join(["no such field", *allowed]), refusal.reason, value)

@@ -10,8 +10,6 @@ import importlib
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from pkgutil import iter_modules
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -23,10 +21,8 @@ from typing import (
     get_type_hints,
 )
 
-from torchtitan_like.models.decoder_tables import tied_output
 from torchtitan_like.models.hf_table import Rows, Table
 from torchtitan_like.models.size_rules import MAX_PARAMS, check_limits
-from torchtitan_like.models.upcycling import Upcycling
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -139,6 +135,28 @@ class HfModel(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class Upcycling:
+    """Rules that initialize a mixture of experts from a dense model's weights (arXiv:2212.05055).
+
+    dense_args: sizes of the dense model.
+    copied: pairs (stacked weights of the experts, dense weight). `{}` is the layer's number. Each
+        expert is a copy of the dense weight.
+    fresh: fnmatch patterns of tensors that a dense model does not have.
+    sizes: (key of `[model.args]`, dense weight, dimension): sizes that both models must share.
+    """
+
+    dense_args: Any
+    copied: Table
+    fresh: tuple[str, ...]
+    sizes: tuple[tuple[str, str, int], ...]
+
+
+def tied_output(args: Any) -> Table:
+    """Return the pair (alias, parameter) of a tied output head; empty if it is not tied."""
+    return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """One family of models. `A` is its `args_type`, a frozen dataclass of ints, floats, bools, strings.
@@ -208,12 +226,15 @@ class ModelSpec:
             )
 
 
-# A family is a folder next to this file.
-_BUILT_IN = [
-    name
-    for _, name, is_folder in iter_modules([str(Path(__file__).parent)])
-    if is_folder and name != "layers"
-]
+# The built-in models, and the folders next to this file that register them.
+_BUILT_IN = {
+    "deepseek_v3": "deepseek_v3",
+    "gpt_oss": "gpt_oss",
+    "hf": "dense",
+    "llama3": "dense",
+    "llama4": "llama4",
+    "qwen3": "dense",
+}
 _registered: dict[str, ModelSpec] = {}
 
 
@@ -231,7 +252,7 @@ def get_spec(name: str) -> ModelSpec:
     Raises KeyError if no model has the name.
     """
     if name not in _registered and name in _BUILT_IN:
-        importlib.import_module(f"{__package__}.{name}")
+        importlib.import_module(f"{__package__}.{_BUILT_IN[name]}")
     if name not in _registered:
         names = sorted({*_registered, *_BUILT_IN})
         raise KeyError(

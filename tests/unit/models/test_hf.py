@@ -17,7 +17,7 @@ from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.hf.hf import hf_args
+from torchtitan_like.models.dense.hf import hf_args
 from torchtitan_like.models.spec import standard_hf_config
 
 HF = get_spec("hf")

@@ -29,8 +29,8 @@ def test_number_of_parameters_and_flops(flavor, total, active, gflops):
     ("overrides", "expected"),
     [
         ({"num_experts": -1}, "num_experts = -1: expected 0 for a dense model"),
-        ({"top_k": 9, "num_experts": 8}, "top_k = 9: expected 1 to num_experts = 8"),
-        ({"top_k": 0}, "top_k = 0: expected 1 to num_experts = 64"),
+        ({"top_k": 9, "num_experts": 8}, "top_k = 9: expected 1 to 8; set top_k = 8"),
+        ({"top_k": 0}, "top_k = 0: expected 1 to 64; set top_k = 1"),
         ({"moe_inter_dim": 0}, "moe_inter_dim = 0: expected a number above 0"),
     ],
 )

@@ -93,7 +93,7 @@ def test_overrides_replace_sizes_of_the_flavor():
         (
             "8B",
             {"rope_low_freq_factor": 9.0},
-            "rope_low_freq_factor = 9.0: expected a number between 0 and",
+            "rope_high_freq_factor = 4.0: expected a number above rope_low_freq_factor = 9.0",
         ),
         ("8B", {"n_kv_heads": 0}, "n_kv_heads = 0: expected a number above 0"),
     ],
@@ -138,13 +138,25 @@ def test_every_parameter_has_one_role_and_one_rule(overrides):
 
 
 def test_every_pattern_matches_a_parameter():
+    """`llama3`, `qwen3`, and `hf` share one table of sharding roles."""
     import torch
 
-    args = resolve_args(LLAMA, "debugmodel", {})
-    with torch.device("meta"):
-        names = [name for name, _ in LLAMA.build(args).named_parameters()]
-    for pattern, _ in (*LLAMA.sharding, *LLAMA.init_table(args)):
-        assert any(fnmatchcase(name, pattern) for name in names), pattern
+    models = (
+        ("llama3", "debugmodel", {}),
+        ("qwen3", "debugmodel_moe_small", {}),
+        ("hf", "llama", {"n_layers": 1, "mlp_bias": True}),
+    )
+    shared = set()
+    for name, flavor, overrides in models:
+        spec = get_spec(name)
+        args = resolve_args(spec, flavor, overrides)
+        with torch.device("meta"):
+            names = {name for name, _ in spec.build(args).named_parameters()}
+        for pattern, _ in spec.init_table(args):
+            assert any(fnmatchcase(name, pattern) for name in names), pattern
+        shared |= names
+    for pattern, _ in LLAMA.sharding:
+        assert any(fnmatchcase(name, pattern) for name in shared), pattern
 
 
 def test_constraints_and_ties():

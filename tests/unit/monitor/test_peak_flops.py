@@ -110,7 +110,7 @@ def test_forward_flops_per_layer() -> None:
 @pytest.mark.parametrize(
     ("name", "term"),
     [
-        ("llama3", "6 L H (2 head_dim) seq"),
+        ("llama3", "6 H (2 head_dim) sum of each layer's keys"),
         ("deepseek_v3", "6 L H (qk_dim + v_dim) seq"),
         ("gpt_oss", "6 H (2 head_dim) sum of each layer's keys"),
         ("llama4", "6 H (2 head_dim) sum of each layer's keys"),

@@ -8,7 +8,7 @@ from torchtitan_like.check.context import RunContext
 from torchtitan_like.check.rules.keys import EARLY_STEP, MODEL_KEYS
 from torchtitan_like.check.rules.no_effect_rules import idle_keys
 from torchtitan_like.config.problems import Rule
-from torchtitan_like.models.upcycling import Upcycling
+from torchtitan_like.models.spec import Upcycling
 from torchtitan_like.util.modules import pip_install
 
 UPCYCLE = "checkpoint.initial_load_upcycle"
