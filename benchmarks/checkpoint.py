@@ -183,7 +183,7 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
 
     from torchtitan_like.build import identify
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
-    from torchtitan_like.checkpoint.saving import Save
+    from torchtitan_like.checkpoint.saving import RunRecord, Save
     from torchtitan_like.config.sections_checkpoint import Checkpoint
     from torchtitan_like.config.sections_training import Model
     from torchtitan_like.distributed.world import HostGroup
@@ -210,8 +210,8 @@ def rank_saves_in_background(arguments: argparse.Namespace) -> dict[str, list[fl
 
     def save(checkpointer: Checkpointer, step: int) -> None:
         checkpointer.save(
-            [Save("full", checkpointer.folder)], step, {"model": cast(Any, BenchmarkState())},
-            config_toml="", summary={}, on_published=lambda save, path, seconds: None,
+            [Save("full", checkpointer.folder)], RunRecord(step, "", {}),
+            {"model": cast(Any, BenchmarkState())},
         )  # fmt: skip
 
     def copy() -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 from torchtitan_like.checkpoint.extents import write_file
-from torchtitan_like.checkpoint.retention import Retention
-from torchtitan_like.checkpoint.step_folders import write_manifest
+from torchtitan_like.checkpoint.step_folders import Retention, write_manifest
 
 NUM_RANKS = 4
 SAVES = 5

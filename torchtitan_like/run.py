@@ -18,7 +18,7 @@ from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.check import DeviceType, load_checked
 from torchtitan_like.check.offload_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
-from torchtitan_like.checkpoint.lock import LockedError
+from torchtitan_like.checkpoint.errors import LockedError
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.handover import check_agreement

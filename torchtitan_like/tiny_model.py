@@ -14,8 +14,8 @@ import torch
 
 from torchtitan_like.build import identify
 from torchtitan_like.check.model_checks import read_sizes
+from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.folder import write_model
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.checkpoint.tools.contents import open_contents
 from torchtitan_like.checkpoint.tools.convert import convert

@@ -37,7 +37,7 @@ from torchtitan_like.build import (
     build_optimization,
     log_initial_weights,
 )
-from torchtitan_like.checkpoint.saving import Save
+from torchtitan_like.checkpoint.saving import RunRecord, Save
 from torchtitan_like.checkpoint.stateful import (
     JsonState,
     ModelState,
@@ -186,7 +186,7 @@ class Trainer:
         self.optim.after_load(loaded, start.step)
         # The position of the data is restored, even if parts of the checkpoint were excluded.
         self.progress = replace(self.progress, step=start.step, position=self.batches.position)
-        self.checkpointer.claim(start, partial(self._published, start.step))
+        self.checkpointer.claim(start, self._published)
 
     def _states(self) -> dict[str, Stateful]:
         """Return the states of a checkpoint, by the names of `checkpoint.exclude_from_loading`."""
@@ -533,15 +533,11 @@ class Trainer:
                 **self.optim.summary(),
                 **self.origin.summary(),
             }
-            content: dict[str, Any] = {
-                "config_toml": self.run.config_toml,
-                "summary": summary,
-                "on_published": partial(self._published, step),
-            }
+            record = RunRecord(step, self.run.config_toml, summary)
             if names := nonfinite_state(self.states, self.world.step_group):
-                path = self.checkpointer.save_nonfinite(step, self.states, **content)
+                path = self.checkpointer.save_nonfinite(record, self.states)
                 raise NonFiniteStateError(step, names, path)
-            self.checkpointer.save(saves, step, self.states, **content)
+            self.checkpointer.save(saves, record, self.states)
             self.garbage.collect("GC collection after checkpoint saving")
 
     def _published(self, step: int, save: Save, path: Path, seconds: float) -> None:

@@ -29,10 +29,9 @@ from torchtitan_like.checkpoint.dcp_storage import (
     _Bounce,
     _Box,
     _read_boxes,
-    unwrap,
     verify_rest,
 )
-from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.checkpoint.errors import DamagedError, unwrap
 from torchtitan_like.checkpoint.extents import EXTENT, ExtentSource, FileRecord, all_extents
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES
 from torchtitan_like.distributed.world import HostGroup

@@ -18,8 +18,8 @@ from tests.distributed.test_hf_export import ROWS, full_state, hash_files, load,
 from tests.harness.extents import verify_file
 from tests.harness.rank_pool import run_ranks
 from tests.unit.checkpoint.steps import write_step
+from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
 from torchtitan_like.checkpoint.tools.export import export_step
 from torchtitan_like.cli import main as titan

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from tests.harness.extents import verify_file
 from tests.harness.hf_weights import to_external
 from tests.harness.rank_pool import GROUP_TIMEOUT, kill_all_pools, run_ranks
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
 from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import consolidate as consolidate_module
 from torchtitan_like.checkpoint.hf import export as export_module
@@ -28,7 +28,6 @@ from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.identity import SpecialToken
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import initialize, materialize

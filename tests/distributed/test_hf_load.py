@@ -17,12 +17,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from tests.harness.hf_weights import unpermute_rows
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf import safetensors_source
 from torchtitan_like.checkpoint.hf.boxes import local_boxes
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args

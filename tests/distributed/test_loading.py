@@ -272,7 +272,7 @@ def run_one_rank(argv):
 
 def run_and_check_exit_file(argv):
     """Return the exit code, and whether exit.json existed before the checkpointer closed."""
-    from torchtitan_like.checkpoint.retention import Retention
+    from torchtitan_like.checkpoint.step_folders import Retention
 
     close, has_exit_file = Retention.close, []
 

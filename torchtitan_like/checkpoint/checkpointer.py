@@ -1,6 +1,6 @@
 """Save, load, and clean up the checkpoints of a run. Every visible checkpoint is complete.
 
-The checkpoint thread (`SavingThread`) does all work on disk, in the same order on every rank. In
+The checkpoint thread (`CheckpointThread`) does all work on disk, in the same order on every rank. In
 the foreground, the trainer waits for it. In the background (`checkpoint.async_mode`), the thread
 works on a copy of the state while training continues.
 """
@@ -20,23 +20,33 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    LockedError,
+    with_checkpoint_errors,
+)
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.intervals import Intervals
 from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.lock import LockedError, RunLock
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
-from torchtitan_like.checkpoint.retention import Retention, newest_before, pin_before
-from torchtitan_like.checkpoint.saving import Save, StepWriter
-from torchtitan_like.checkpoint.saving_thread import SavingThread
-from torchtitan_like.checkpoint.staging import Staging
+from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.checkpoint.saving import (
+    CheckpointThread,
+    HostCopy,
+    OnPublished,
+    RunRecord,
+    Save,
+    StepWriter,
+)
 from torchtitan_like.checkpoint.start import Start, decide_start
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     MANIFEST_OWN_KEYS,
     NONFINITE,
+    Retention,
     file_records,
+    newest_before,
+    pin_before,
     remove_stale_stages,
     stale_stages,
     supersede_later,
@@ -76,17 +86,18 @@ class Checkpointer:
         self.saves = section.enable and not section.load_only
         self.newest_step = 0  # the last step whose full state was loaded or saved
         self._newest_export = -1
-        self._identity, self._export_dtype = identity, getattr(torch, section.export_dtype)
+        self._identity = identity
+        self._export_dtype = getattr(torch, section.export_dtype)
         self._intervals = Intervals(section.interval_minutes)
         self._pending: list[tuple[Save, int, Future[Path]]] = []
         self._searches: list[Future[Any]] = []
-        self._staging = Staging(pinned=section.async_mode == "async_with_pinned_mem")
+        self._host_copy = HostCopy(pinned=section.async_mode == "async_with_pinned_mem")
         self._group = with_checkpoint_errors(group)
         self._lock: RunLock | None = None
         self._retention: Retention | None = None
         if not section.enable:
             return
-        self._thread = SavingThread(device, group.adopt)
+        self._thread = CheckpointThread(device, group.adopt)
         # All ranks must stage into the same folder.
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
         if self._group.rank == 0:
@@ -209,13 +220,12 @@ class Checkpointer:
                 last_error = damage
         raise last_error
 
-    def claim(
-        self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
-    ) -> None:
+    def claim(self, start: Start, on_published: OnPublished) -> None:
         """Prepare the folder for this run after the start is loaded.
 
         Removes stages, renames steps after the start, and writes an export of the start that a
-        killed run has not written. on_published: see `save`.
+        killed run has not written. on_published: called after each checkpoint, on the checkpoint
+        thread of rank 0.
         """
 
         def tidy() -> None:
@@ -235,8 +245,9 @@ class Checkpointer:
 
         self.newest_step = start.step
         if self.saves:
+            self._writer.on_published = on_published
             self._on_leader(tidy)
-            self._make_missing_export(start, on_published)
+            self._make_missing_export(start)
 
     def _remove_stages(self) -> None:
         for path in remove_stale_stages(self.folder):
@@ -250,9 +261,7 @@ class Checkpointer:
         kind = (start.manifest or {}).get("kind")
         return is_due and is_own and kind != "hf" and not self._export_path(start.step).exists()
 
-    def _make_missing_export(
-        self, start: Start, on_published: Callable[[Save, Path, float], None] = lambda *_: None
-    ) -> None:
+    def _make_missing_export(self, start: Start) -> None:
         """Export the stored weights of `start` if due. Raises CheckpointError like `save`."""
 
         def find() -> Start | None:
@@ -265,7 +274,7 @@ class Checkpointer:
             return
         logger.info(f"Exporting {stored.path}: {self._export_path(stored.step)} is missing")
         try:
-            self._thread.run(lambda: self._export_stored(stored, on_published))
+            self._thread.run(lambda: self._export_stored(stored))
         except CheckpointError as error:
             if self.section.on_save_error == "stop":
                 raise
@@ -273,9 +282,7 @@ class Checkpointer:
         else:
             self._newest_export = stored.step
 
-    def _export_stored(
-        self, stored: Start, on_published: Callable[[Save, Path, float], None]
-    ) -> None:
+    def _export_stored(self, stored: Start) -> None:
         """Export the weights of `stored`. Runs on the checkpoint thread."""
         from torchtitan_like.checkpoint.dcp_storage import ExtentReader
         from torchtitan_like.checkpoint.stored_weights import StoredWeights
@@ -289,14 +296,9 @@ class Checkpointer:
         start = replace(stored, kind="warm")
         load_states(start, {"model": weights}, self._group, self._identity)
         tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
-        self._writer.commit(
-            self._export(True),
-            stored.step,
-            tensors,
-            config_toml=manifest["config"],
-            summary={k: v for k, v in manifest.items() if k not in MANIFEST_OWN_KEYS},
-            on_published=on_published,
-        )
+        summary = {k: v for k, v in manifest.items() if k not in MANIFEST_OWN_KEYS}
+        record = RunRecord(stored.step, manifest["config"], summary)
+        self._writer.commit(self._export(True), record, tensors)
 
     # ---- save
 
@@ -352,20 +354,13 @@ class Checkpointer:
         return self.saves and self._intervals.are_over()
 
     def save(
-        self,
-        saves: Sequence[Save],
-        step: int,
-        states: Mapping[str, Stateful],
-        *,
-        config_toml: str,
-        summary: Mapping[str, Any],
-        on_published: Callable[[Save, Path, float], None],
+        self, saves: Sequence[Save], record: RunRecord, states: Mapping[str, Stateful]
     ) -> None:
         """Write and publish a step in each form of `saves`, after all earlier checkpoints.
 
         In the foreground, all are visible on return, or every rank raises CheckpointError. In the
         background, the next call of `save` or `wait` raises it. With `on_save_error = "continue"`,
-        an error is only logged. `on_published` runs on the checkpoint thread of rank 0.
+        an error is only logged.
         """
         self.wait()
         start_time = time.monotonic()
@@ -378,32 +373,29 @@ class Checkpointer:
         }
         in_background = self.section.async_mode != "disabled" and not saves[-1].is_last
         forms = " and ".join(save.kind for save in saves)
-        logger.info(f"Saving step {step} ({forms}){' in the background' if in_background else ''}")
+        logger.info(
+            f"Saving step {record.step} ({forms}){' in the background' if in_background else ''}"
+        )
         if in_background:
-            tensors = self._staging.copy(tensors)
-        content: dict[str, Any] = {
-            "config_toml": config_toml,
-            "summary": summary,
-            "on_published": on_published,
-        }
+            tensors = self._host_copy.copy(tensors)
         for save in saves:
-            commit = partial(self._commit, save, step, tensors, **content)
-            self._pending.append((save, step, self._thread.submit(commit)))
+            commit = partial(self._commit, save, record, tensors)
+            self._pending.append((save, record.step, self._thread.submit(commit)))
         self._intervals.record_checkpoint()
         if not in_background:
             self.wait()
             return
         seconds = time.monotonic() - start_time
         self._intervals.record_blocked(seconds)
-        logger.info(f"Staged step {step} in {seconds:.2f} seconds; {self._intervals.cost()}")
+        logger.info(f"Staged step {record.step} in {seconds:.2f} seconds; {self._intervals.cost()}")
 
-    def _commit(self, save: Save, step: int, tensors: Mapping[str, Any], **rest: Any) -> Path:
-        """Write and publish a staged step. Runs on the checkpoint thread."""
-        self._staging.wait()
+    def _commit(self, save: Save, record: RunRecord, tensors: Mapping[str, Any]) -> Path:
+        """Write and publish a step. Runs on the checkpoint thread."""
+        self._host_copy.wait()
         if save.kind != "full":
             keys = WEIGHTS if save.kind == "weights" else ("model",)
             tensors = {k: value for k, value in tensors.items() if k.split(".")[0] in keys}
-        return self._writer.commit(save, step, tensors, **rest)
+        return self._writer.commit(save, record, tensors)
 
     def pin_before(self, step: int) -> Callable[[], None]:
         """Pin the newest full step before `step`. Returns a function that removes the pin.
@@ -428,7 +420,7 @@ class Checkpointer:
 
     def order_updates(self) -> None:
         """Make the device wait for a pending copy before the weights change. Never blocks."""
-        self._staging.order_updates()
+        self._host_copy.order_updates()
 
     def has_failed(self) -> bool:
         """Return True if a background checkpoint has failed and must end the run.
@@ -475,21 +467,18 @@ class Checkpointer:
             "(checkpoint.on_save_error = 'continue')"
         )
 
-    def save_nonfinite(
-        self, step: int, states: Mapping[str, Stateful], **content: Any
-    ) -> str | None:
+    def save_nonfinite(self, record: RunRecord, states: Mapping[str, Stateful]) -> str | None:
         """Save a state with an inf or NaN as `step-N.nonfinite`, in the foreground.
 
         Returns its path, also if it exists already, or None if this run saves no checkpoints.
-        content: keyword arguments of `save`.
         """
         if not self.saves:
             return None
-        path = self.folder / f"{step_name(step)}{NONFINITE}"
+        path = self.folder / f"{step_name(record.step)}{NONFINITE}"
         self.wait()
         if not self._on_leader(path.exists):
             save = Save("full", self.folder, is_last=True, suffix=NONFINITE)
-            self.save([save], step, states, **content)
+            self.save([save], record, states)
         return str(path)
 
     def find_previous(self, step: int, callback: Callable[[Path | None], None]) -> None:
@@ -535,3 +524,48 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
         self._thread.close()
+
+
+class Intervals:
+    """Times `checkpoint.interval_minutes` and the fraction of the run during which saving blocks.
+
+    Clocks differ between ranks, so one rank decides for all.
+    """
+
+    def __init__(self, minutes: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._seconds = 60 * minutes
+        self._clock = clock
+        self._start = self._last_save = clock()
+        self._blocked_seconds = 0.0
+        self._num_checkpoints = 0
+
+    def are_over(self) -> bool:
+        """Return True if the interval has passed since the last checkpoint or the start.
+
+        Restarts the interval, because the checkpoint follows some steps later. Always False if the
+        interval is 0.
+        """
+        now = self._clock()
+        is_over = 0 < self._seconds <= now - self._last_save
+        if is_over:
+            self._last_save = now
+        return is_over
+
+    def record_checkpoint(self) -> None:
+        """Count a checkpoint and restart the interval."""
+        self._last_save = self._clock()
+        self._num_checkpoints += 1
+
+    def record_blocked(self, seconds: float) -> None:
+        """Add time for which saving blocked training."""
+        self._blocked_seconds += seconds
+
+    def cost(self) -> str:
+        """Return a line such as `3 checkpoints took 4.2 seconds, 1.05% of the run`."""
+        run_seconds = max(self._clock() - self._start, self._blocked_seconds, 1e-9)
+        fraction = self._blocked_seconds / run_seconds
+        noun = "checkpoint" if self._num_checkpoints == 1 else "checkpoints"
+        return (
+            f"{self._num_checkpoints} {noun} took {self._blocked_seconds:.1f} seconds, "
+            f"{fraction:.2%} of the run"
+        )

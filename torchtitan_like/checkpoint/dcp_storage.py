@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
@@ -39,7 +38,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from torchtitan_like.checkpoint.dcp_metadata import METADATA
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.extents import (
     EXTENT,
     ExtentSink,
@@ -55,7 +54,7 @@ from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES, archive_header, archive_trailer
 from torchtitan_like.checkpoint.unpickle import load_metadata
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.util.files import describe_os_error, sync_path, write_atomically
+from torchtitan_like.util.files import sync_path, write_atomically
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 MAX_GAP = 4096  # bytes between two tensors that are read along; more than an archive's trailer
@@ -405,22 +404,3 @@ def verify_rest(
     end = len(remaining) * (group.rank + 1) // group.size
     for error in find_damage(folder, records, remaining[start:end]):
         raise error
-
-
-def unwrap(error: CheckpointException) -> CheckpointError:
-    """Convert DCP's error, with the messages of all failed ranks.
-
-    Returns a DamagedError if any rank has found damage.
-    """
-    messages = []
-    is_damaged = False
-    for rank, (failure, _) in error.failures.items():
-        is_damaged |= isinstance(failure, DamagedError)
-        if isinstance(failure, OSError):
-            message = describe_os_error(failure)
-        elif isinstance(failure, CheckpointError):
-            message = str(failure)
-        else:
-            message = f"{type(failure).__name__}: {failure}"
-        messages.append(f"rank {rank}: {message}")
-    return (DamagedError if is_damaged else CheckpointError)("; ".join(messages))

@@ -14,7 +14,7 @@ import torch
 from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.probes import wait_until_visible
+from torchtitan_like.checkpoint.saving import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.stored_weights import EMA_KEY, average_entries

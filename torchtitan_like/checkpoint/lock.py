@@ -13,17 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, LockedError
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.run_directory import LOCK
 
 logger = logging.getLogger()
 
 Holder = dict[str, Any]
-
-
-class LockedError(CheckpointError):
-    """Another process that is alive holds the lock."""
 
 
 class FileLock:

@@ -25,7 +25,7 @@ from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.hf.load import Source, config_differences, load_weights
 from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, crop_to_chunk
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.probes import wait_until_visible
+from torchtitan_like.checkpoint.saving import wait_until_visible
 from torchtitan_like.checkpoint.stored_weights import PREFIX
 from torchtitan_like.checkpoint.unpickle import CheckedPlanner
 from torchtitan_like.distributed.world import HostGroup

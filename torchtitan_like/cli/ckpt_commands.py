@@ -287,7 +287,7 @@ def _export(arguments: argparse.Namespace, group: HostGroup) -> None:
 
 
 def _write_step(arguments: argparse.Namespace, group: HostGroup) -> None:
-    from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
+    from torchtitan_like.checkpoint.errors import with_checkpoint_errors
     from torchtitan_like.checkpoint.tools.export import export_step
 
     export_step(

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -60,15 +60,23 @@ def make_group(ranks: Sequence[int], timeout: timedelta, backend: str | None = N
     )
 
 
-class RankErrors:
+class RankErrors(Protocol):
     """How the errors of some ranks become one error that all ranks of a group raise."""
 
     def call(self, action: Callable[[], T], rank: int) -> T:
-        """Call `action` on one rank. A subclass may raise another error than the action."""
-        return action()
+        """Call `action` on one rank. May raise another error than the action."""
 
     def merge(self, errors: list[Exception]) -> Exception:
         """Return the error that all ranks raise, from those of the failed ranks in rank order."""
+
+
+class _FirstError:
+    """All ranks raise the error of the first failed rank."""
+
+    def call(self, action: Callable[[], T], rank: int) -> T:
+        return action()
+
+    def merge(self, errors: list[Exception]) -> Exception:
         return errors[0]
 
 
@@ -81,7 +89,7 @@ class HostGroup:
     errors: converts and merges the errors of `run_on_all` and `run_on_leader`.
     """
 
-    errors = RankErrors()
+    errors: RankErrors = _FirstError()
 
     def __init__(self, ranks: Sequence[int], timeout: timedelta) -> None:
         self.size = len(ranks)

@@ -14,7 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
+from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.tools.export import export_step
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import HostGroup, pick_device

@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 from torchtitan_like.build import identify
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step

@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.harness.hf_weights import to_external, unpermute_rows
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf import reads
 from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
 from torchtitan_like.checkpoint.hf.load import load_hf
 from torchtitan_like.checkpoint.hf.safetensors_source import StoredTensor, read_box
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import Row, links, slices

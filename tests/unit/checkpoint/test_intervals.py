@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchtitan_like.checkpoint.intervals import Intervals
+from torchtitan_like.checkpoint.checkpointer import Intervals
 
 
 class Clock:

@@ -1,8 +1,9 @@
-"""The checks that a rank runs before it publishes a checkpoint."""
+"""The host copy of a state, and the checks before a checkpoint is published."""
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tests.unit.checkpoint.folders import one_rank
 from torchtitan_like.checkpoint import saving
 from torchtitan_like.checkpoint.checkpointer import Checkpointer
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.saving import Save
+from torchtitan_like.checkpoint.saving import HostCopy, RunRecord, Save
 from torchtitan_like.util.run_directory import LOCK
 
 # A single-process run ignores this warning, too.
@@ -41,8 +42,7 @@ def checkpointer(tmp_path: Path) -> Iterator[Checkpointer]:
 
 def save(checkpointer: Checkpointer, **options: Any) -> None:
     options = {"kind": "full", "folder": checkpointer.folder, **options}
-    arguments: dict[str, Any] = {"config_toml": "", "summary": {}, "on_published": lambda *_: None}
-    checkpointer.save([Save(**options)], 5, {"model": Weights()}, **arguments)
+    checkpointer.save([Save(**options)], RunRecord(5, "", {}), {"model": Weights()})
 
 
 def after_write(checkpointer: Checkpointer, action: Callable[[Path], object]) -> None:
@@ -115,3 +115,32 @@ def test_free_space_is_checked_before_the_checkpoint_is_written(
     with pytest.raises(CheckpointError, match="no room"):
         save(checkpointer, **options)
     assert visible(checkpointer) == []
+
+
+def test_every_thread_waits_for_the_copy() -> None:
+    """The checkpoint thread waits before writing, and the trainer before it changes weights."""
+
+    class Copy:
+        def __init__(self) -> None:
+            self.is_complete = threading.Event()
+
+        def synchronize(self) -> None:
+            self.is_complete.wait(10)
+
+    copy: Any = Copy()
+    host_copy = HostCopy(pinned=True)
+    host_copy._event = copy
+    waited: list[bool] = []
+
+    def wait_for_copy() -> None:
+        host_copy.wait()
+        waited.append(copy.is_complete.is_set())
+
+    threads = [threading.Thread(target=wait_for_copy) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.05)
+    copy.is_complete.set()
+    for thread in threads:
+        thread.join()
+    assert waited == [True, True]

@@ -8,9 +8,12 @@ from functools import partial
 
 import pytest
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.lock import LockedError
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
+from torchtitan_like.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    LockedError,
+    with_checkpoint_errors,
+)
 from torchtitan_like.distributed.world import HostGroup
 
 DAMAGE = DamagedError("a flipped bit")

@@ -10,9 +10,12 @@ import pytest
 
 from tests.harness.extents import record_file
 from tests.unit.checkpoint.folders import flip_bit
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.lock import LockedError
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
+from torchtitan_like.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    LockedError,
+    with_checkpoint_errors,
+)
 from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput, verify_together
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import MANIFEST

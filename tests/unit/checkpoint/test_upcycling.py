@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from tests.harness.hf_weights import to_external
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.distributed.initialize import initialize, materialize

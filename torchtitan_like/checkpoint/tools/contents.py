@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from torchtitan_like.checkpoint.dcp_metadata import as_checkpoint_error
-from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned, unwrap
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
+from torchtitan_like.checkpoint.errors import CheckpointError, unwrap
 from torchtitan_like.checkpoint.extents import find_damage
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.start import format_of

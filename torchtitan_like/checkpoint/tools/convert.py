@@ -21,13 +21,12 @@ from torch import Tensor
 from torch.utils._pytree import keystr, tree_map_with_path
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
 from torchtitan_like.checkpoint.hf.export import warn_of_overflow, write_export
 from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.rank_errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState

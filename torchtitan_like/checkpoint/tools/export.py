@@ -12,7 +12,7 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
-from torchtitan_like.checkpoint.probes import check_space
+from torchtitan_like.checkpoint.saving import check_space
 from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step

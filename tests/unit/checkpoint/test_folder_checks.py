@@ -1,4 +1,4 @@
-"""Probes check free space, write access, and that all ranks see the same folder."""
+"""A folder is checked for free space and write access, and that all ranks see it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.probes import (
+from torchtitan_like.checkpoint.saving import (
     check_space,
     check_writable,
-    remove_marker,
-    wait_for_marker,
-    write_marker,
+    wait_until_visible,
 )
 
 GIB = 2**30
@@ -75,8 +73,8 @@ def test_free_space_is_read_from_the_real_disk(
 
 
 def test_a_writable_folder_is_accepted_and_left_empty(tmp_path: Path) -> None:
-    check_writable(tmp_path / "new" / "folder")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    check_writable(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unwritable_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,27 +100,17 @@ def test_a_file_system_that_returns_wrong_bytes_is_refused(
         check_writable(tmp_path)
 
 
-def test_every_rank_sees_the_marker(tmp_path: Path) -> None:
-    token = write_marker(tmp_path / "shared")
-    wait_for_marker(tmp_path / "shared", token)
-    remove_marker(tmp_path / "shared")
-    assert list((tmp_path / "shared").iterdir()) == []
-
-
-@pytest.mark.parametrize("stale", [False, True])
-def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path, stale: bool) -> None:
+def test_a_folder_that_is_not_shared_is_refused(tmp_path: Path) -> None:
     waits: list[float] = []
-    if stale:
-        write_marker(tmp_path)
     with pytest.raises(
         CheckpointError,
         match="within 3 s. Expected a file system that all nodes share. Set job.dump_folder",
     ):
-        wait_for_marker(tmp_path, "token", patience=3, sleep=waits.append)
+        wait_until_visible(tmp_path / "new", patience=3, sleep=waits.append)
     assert sum(waits) == pytest.approx(3, abs=0.2)
 
 
-def test_a_rank_waits_for_a_marker_that_appears_late(tmp_path: Path) -> None:
+def test_a_rank_waits_for_a_folder_that_appears_late(tmp_path: Path) -> None:
     waits: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -130,6 +118,6 @@ def test_a_rank_waits_for_a_marker_that_appears_late(tmp_path: Path) -> None:
         if len(waits) == 3:
             (tmp_path / "hidden").rename(tmp_path / "visible")
 
-    token = write_marker(tmp_path / "hidden")
-    wait_for_marker(tmp_path / "visible", token, sleep=sleep)
+    (tmp_path / "hidden").mkdir()
+    wait_until_visible(tmp_path / "visible", sleep=sleep)
     assert len(waits) == 3
