@@ -127,7 +127,7 @@ def rank_saves(arguments: argparse.Namespace) -> dict[str, list[float]]:
     from safetensors.torch import save_file
 
     from torchtitan_like.checkpoint.dcp_storage import ExtentWriter, _as_bytes
-    from torchtitan_like.checkpoint.extents import EXTENT, hash_extent
+    from torchtitan_like.util.extents import EXTENT, hash_extent
 
     rank, folder = dist.get_rank(), Path(arguments.folder)
     state = make_state(arguments.gb, 0, fill=True)
@@ -251,8 +251,8 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     import torch.distributed.checkpoint as dcp
 
     from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
-    from torchtitan_like.checkpoint.extents import FileRecord
     from torchtitan_like.checkpoint.unpickle import CheckedPlanner
+    from torchtitan_like.util.extents import FileRecord
 
     folder = Path(arguments.folder)
     records = {

@@ -324,8 +324,9 @@ def measure_heartbeats(num_ranks: int = 2000) -> Costs:
 
 def measure_manifest(num_files: int = 2000, num_extents: int = 50) -> Costs:
     """Return the costs of file records, per file and per extent of 4 MiB."""
-    from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, check_sizes, hash_extent
     from torchtitan_like.checkpoint.step_folders import write_manifest
+    from torchtitan_like.checkpoint.verification import check_sizes
+    from torchtitan_like.util.extents import EXTENT, FileRecord, hash_extent
 
     def records(files: int, extents: int) -> dict[str, FileRecord]:
         return {

@@ -12,8 +12,8 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.step_folders import Retention, write_manifest
+from torchtitan_like.util.extents import write_file
 
 NUM_RANKS = 4
 SAVES = 5

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint import dcp_storage
+from torchtitan_like.checkpoint import verification
 from torchtitan_like.checkpoint.dcp_storage import (
     BOUNCE,
     ExtentReader,
@@ -29,12 +29,12 @@ from torchtitan_like.checkpoint.dcp_storage import (
     _Bounce,
     _Box,
     _read_boxes,
-    verify_rest,
 )
 from torchtitan_like.checkpoint.errors import DamagedError, unwrap
-from torchtitan_like.checkpoint.extents import EXTENT, ExtentSource, FileRecord, all_extents
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES
+from torchtitan_like.checkpoint.verification import ExtentSource, all_extents, verify_rest
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.extents import EXTENT, FileRecord
 
 # name: (shape, dtype). All tensors except scalars are sharded over the ranks.
 TENSORS: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -319,7 +319,7 @@ def load_part(folder: str, records: dict[str, FileRecord]) -> tuple[dict[str, se
     group = HostGroup.alone()
     group.group, group.size = dist.group.WORLD, 2
     with mock.patch.object(
-        dcp_storage, "find_damage", wraps=dcp_storage.find_damage
+        verification, "find_damage", wraps=verification.find_damage
     ) as find_damage_mock:
         try:
             verify_rest(Path(folder), records, reader.verified, group)

@@ -19,7 +19,6 @@ from tests.harness.extents import verify_file
 from tests.harness.hf_weights import to_external
 from tests.harness.rank_pool import GROUP_TIMEOUT, kill_all_pools, run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
-from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import consolidate as consolidate_module
 from torchtitan_like.checkpoint.hf import export as export_module
 from torchtitan_like.checkpoint.hf.consolidate import consolidate
@@ -34,6 +33,7 @@ from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
+from torchtitan_like.util.extents import EXTENT
 
 # Four extents with tensor borders inside, odd dimensions, and tensors with 0 to 2 dimensions.
 SHAPES_OF = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, find_damage, hash_extent
+from torchtitan_like.checkpoint.verification import find_damage
+from torchtitan_like.util.extents import EXTENT, FileRecord, hash_extent
 
 
 def record_file(path: Path) -> FileRecord:

@@ -19,8 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import ExtentSource, check_sizes
 from torchtitan_like.checkpoint.step_folders import file_records, is_inside, read_manifest
+from torchtitan_like.checkpoint.verification import ExtentSource, check_sizes
 from torchtitan_like.util.run_directory import MANIFEST
 
 METADATA = ".metadata"

@@ -39,21 +39,11 @@ from torch.futures import Future
 
 from torchtitan_like.checkpoint.dcp_metadata import METADATA
 from torchtitan_like.checkpoint.errors import DamagedError
-from torchtitan_like.checkpoint.extents import (
-    EXTENT,
-    ExtentSink,
-    ExtentSource,
-    FileRecord,
-    all_extents,
-    check_sizes,
-    find_damage,
-    naming,
-    record_of,
-)
 from torchtitan_like.checkpoint.hf.boxes import contiguous_strides, rectangles
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES, archive_header, archive_trailer
 from torchtitan_like.checkpoint.unpickle import load_metadata
-from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.checkpoint.verification import ExtentSource, check_sizes
+from torchtitan_like.util.extents import EXTENT, ExtentSink, FileRecord, record_of
 from torchtitan_like.util.files import sync_path, write_atomically
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
@@ -126,9 +116,8 @@ class ExtentWriter(StorageWriter):
             ):  # the same text from live and from staged (pinned) tensors
                 properties = TensorProperties(dtype=entry.properties.dtype)
                 metadata.state_dict_metadata[name] = replace(entry, properties=properties)
-        temporary, content = self.folder / f"{METADATA}.tmp", pickle.dumps(metadata)
-        with naming(temporary):
-            write_atomically(self.folder / METADATA, content, temporary)
+        content = pickle.dumps(metadata)
+        write_atomically(self.folder / METADATA, content, self.folder / f"{METADATA}.tmp")
         self.records[METADATA] = record_of(content)
 
     @classmethod
@@ -380,27 +369,3 @@ def _in_place_views(boxes: Sequence[_Box], start: int, end: int) -> list[memoryv
 def _as_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host."""
     return tensor.view(-1).view(torch.uint8).numpy().data
-
-
-def verify_rest(
-    folder: Path,
-    records: Mapping[str, FileRecord],
-    verified: Mapping[str, set[int]],
-    group: HostGroup,
-) -> None:
-    """Verify the extents that no rank has read, split over the ranks. A collective.
-
-    verified: the extents that this rank has verified.
-    Raises DamagedError on the rank that finds damage.
-    """
-    verified_extents = {
-        (name, index)
-        for rank_verified in group.gather_objects(verified)
-        for name in rank_verified
-        for index in rank_verified[name]
-    }
-    remaining = [extent for extent in all_extents(records) if extent not in verified_extents]
-    start = len(remaining) * group.rank // group.size
-    end = len(remaining) * (group.rank + 1) // group.size
-    for error in find_damage(folder, records, remaining[start:end]):
-        raise error

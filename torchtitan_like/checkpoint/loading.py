@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchtitan_like.checkpoint.errors import SettingsError
-from torchtitan_like.checkpoint.extents import check_sizes
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.saving import wait_until_visible
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.stored_weights import EMA_KEY, average_entries
+from torchtitan_like.checkpoint.verification import check_sizes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.spec import standard_hf_config
@@ -77,7 +77,8 @@ def _load_step(
     start: Start, states: Mapping[str, Stateful], group: HostGroup, identity: Identity, verify: str
 ) -> None:
     """Load a native step, which is full or holds only the weights."""
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, verify_rest
+    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+    from torchtitan_like.checkpoint.verification import verify_rest
 
     path = start.path
     assert path is not None and start.manifest is not None
@@ -150,9 +151,9 @@ def _load_weights(
     start: Start, model: Stateful, group: HostGroup, identity: Identity, quantized: bool
 ) -> None:
     """Load the weights of another format, with the model's tables of names."""
-    from torchtitan_like.checkpoint.dcp_storage import verify_rest
     from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
     from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+    from torchtitan_like.checkpoint.verification import verify_rest
 
     path, spec, args = start.path, identity.spec, identity.args
     assert path is not None

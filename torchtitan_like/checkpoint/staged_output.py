@@ -9,17 +9,11 @@ from __future__ import annotations
 import re
 import shutil
 import uuid
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
-
-if TYPE_CHECKING:  # imports torch, and `titan ckpt ls` reads `STAGED`
-    from torchtitan_like.distributed.world import HostGroup
 
 STAGED = ".partial-"  # followed by eight random hexadecimal digits
 
@@ -78,18 +72,6 @@ class StagedOutput:
         if manifest is not None:
             write_manifest(self.path, manifest)
         publish(self.path, self.final)
-
-
-def verify_together(folder: Path, records: Mapping[str, FileRecord], group: HostGroup) -> None:
-    """Read every file and verify its size and hashes. The ranks share the work.
-
-    Raises DamagedError on every rank if a file is missing or differs from its record.
-    """
-    from torchtitan_like.checkpoint.dcp_storage import verify_rest
-    from torchtitan_like.checkpoint.extents import check_sizes
-
-    group.run_on_leader(lambda: check_sizes(folder, records))
-    group.run_on_all(lambda: verify_rest(folder, records, {}, group))
 
 
 def _remove(path: Path) -> None:

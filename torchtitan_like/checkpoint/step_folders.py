@@ -28,7 +28,8 @@ from typing import Any, NamedTuple
 import xxhash
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT, REMEDY, FileRecord, check_sizes, naming
+from torchtitan_like.checkpoint.verification import REMEDY, check_sizes
+from torchtitan_like.util.extents import EXTENT, FileRecord
 from torchtitan_like.util.files import sync_path, write_atomically
 from torchtitan_like.util.reading import INTEGER, TEXT, check_kinds, parse_json, read_text
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
@@ -166,9 +167,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     header = {"format_version": FORMAT_VERSION, "extent_bytes": EXTENT, "hash": "xxh3_128"}
     complete = json.loads(json.dumps({**header, **manifest}, default=dataclasses.asdict))
     complete["self"] = _hash(complete)
-    temporary = folder / f"{MANIFEST}.tmp"
-    with naming(temporary):
-        write_atomically(folder / MANIFEST, json.dumps(complete, indent=1), temporary)
+    content = json.dumps(complete, indent=1)
+    write_atomically(folder / MANIFEST, content, folder / f"{MANIFEST}.tmp")
 
 
 def _hash(manifest: Manifest) -> str:

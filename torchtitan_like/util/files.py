@@ -43,6 +43,17 @@ def storage_error(folder: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
+def naming(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the file's name to an OSError of a read or write, which has none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), os.fspath(path)) from error
+        raise
+
+
+@contextmanager
 def atomic_file(
     path: Path, temporary: Path | None = None, *, durable: bool = True
 ) -> Iterator[BinaryIO]:
@@ -54,7 +65,7 @@ def atomic_file(
     """
     temporary = temporary or path.with_name(f"{path.name}.tmp-{os.getpid()}")
     try:
-        with open(temporary, "wb") as file:
+        with naming(temporary), open(temporary, "wb") as file:
             yield file
             if durable:
                 file.flush()

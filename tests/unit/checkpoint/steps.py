@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 from tests.harness.runner import ROOT
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
-from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import dump_toml, load_config
+from torchtitan_like.util.extents import write_file
 
 MODEL = {"dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "multiple_of": 16}
 

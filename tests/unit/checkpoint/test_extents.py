@@ -11,14 +11,8 @@ import xxhash
 
 from tests.harness.extents import record_file, verify_file
 from torchtitan_like.checkpoint.errors import DamagedError
-from torchtitan_like.checkpoint.extents import (
-    EXTENT,
-    ExtentSink,
-    ExtentSource,
-    FileRecord,
-    check_sizes,
-    find_damage,
-)
+from torchtitan_like.checkpoint.verification import ExtentSource, check_sizes, find_damage
+from torchtitan_like.util.extents import EXTENT, ExtentSink, FileRecord
 
 
 def write(path: Path, content: bytes, step: int = 2**20 - 1) -> FileRecord:

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf import plan
 from torchtitan_like.checkpoint.hf.boxes import rectangles
 from torchtitan_like.checkpoint.hf.export import write_export
@@ -37,6 +36,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
 )
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, links
+from torchtitan_like.util.extents import EXTENT
 
 MIXED = [
     ("flag", "BOOL", (3,)),

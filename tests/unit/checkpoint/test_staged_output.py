@@ -16,7 +16,8 @@ from torchtitan_like.checkpoint.errors import (
     LockedError,
     with_checkpoint_errors,
 )
-from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput, verify_together
+from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput
+from torchtitan_like.checkpoint.verification import verify_together
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.run_directory import MANIFEST
 

@@ -11,9 +11,9 @@ import pytest
 
 from tests.unit.checkpoint.folders import CONFIG, make_steps, one_rank
 from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
-from torchtitan_like.checkpoint.extents import REMEDY
 from torchtitan_like.checkpoint.start import Start, decide_start, format_of
 from torchtitan_like.checkpoint.step_folders import supersede_later
+from torchtitan_like.checkpoint.verification import REMEDY
 from torchtitan_like.config.sections_checkpoint import Checkpoint
 from torchtitan_like.util.run_directory import MANIFEST
 

@@ -12,7 +12,6 @@ import pytest
 
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.extents import FileRecord
 from torchtitan_like.checkpoint.step_folders import (
     all_steps,
     file_records,
@@ -24,6 +23,7 @@ from torchtitan_like.checkpoint.step_folders import (
     supersede_later,
     write_manifest,
 )
+from torchtitan_like.util.extents import FileRecord
 from torchtitan_like.util.run_directory import MANIFEST
 
 

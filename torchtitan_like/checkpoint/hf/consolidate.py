@@ -26,7 +26,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord, find_damage, naming
 from torchtitan_like.checkpoint.hf.boxes import contiguous_strides
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
@@ -43,8 +42,11 @@ from torchtitan_like.checkpoint.hf.plan import (
     plan_copies,
 )
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, Entry, read_header
+from torchtitan_like.checkpoint.verification import find_damage
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Box
+from torchtitan_like.util.extents import EXTENT, FileRecord
+from torchtitan_like.util.files import naming
 from torchtitan_like.util.reading import parse_json
 
 logger = logging.getLogger()

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
-from torchtitan_like.checkpoint.extents import EXTENT, FileRecord
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
     ExtentCopy,
@@ -42,6 +41,7 @@ from torchtitan_like.checkpoint.hf.plan import (
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, FileLayout
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Rows, Table
+from torchtitan_like.util.extents import EXTENT, FileRecord
 from torchtitan_like.util.shards import local_shard
 
 logger = logging.getLogger()

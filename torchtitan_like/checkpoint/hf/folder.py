@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import FileRecord, write_file
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.extents import FileRecord, write_file
 from torchtitan_like.util.files import sync_path
 from torchtitan_like.util.reading import read_json
 

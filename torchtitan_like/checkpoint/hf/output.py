@@ -16,13 +16,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import (
-    EXTENT,
-    FileRecord,
-    hash_extent,
-    naming,
-    write_file,
-)
 from torchtitan_like.checkpoint.hf.plan import ExtentId, extents_of
 from torchtitan_like.checkpoint.hf.safetensors_file import (
     INDEX,
@@ -31,7 +24,8 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     render_index,
 )
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.util.files import sync_path
+from torchtitan_like.util.extents import EXTENT, FileRecord, hash_extent, write_file
+from torchtitan_like.util.files import naming, sync_path
 
 
 class Output:

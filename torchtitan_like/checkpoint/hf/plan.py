@@ -32,7 +32,6 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import EXTENT
 from torchtitan_like.checkpoint.hf.boxes import (
     Range,
     contiguous_strides,
@@ -52,6 +51,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
 )
 from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.extents import EXTENT
 from torchtitan_like.util.shards import local_shard
 
 ExtentId = tuple[int, int]  # (number of the file, number of the extent in the file)

@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torchtitan_like.checkpoint.dcp_metadata import as_checkpoint_error
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
 from torchtitan_like.checkpoint.errors import CheckpointError, unwrap
-from torchtitan_like.checkpoint.extents import find_damage
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors, read_box
 from torchtitan_like.checkpoint.start import format_of
 from torchtitan_like.checkpoint.step_folders import (
@@ -32,6 +31,7 @@ from torchtitan_like.checkpoint.unpickle import (
     CheckedReader,
     load_saved,
 )
+from torchtitan_like.checkpoint.verification import find_damage
 
 Format = Literal["native", "hf", "dcp", "pt"]
 # Naming convention of each format. Formats of one family share names; the model's tables translate

@@ -22,7 +22,6 @@ from torch.utils._pytree import keystr, tree_map_with_path
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
-from torchtitan_like.checkpoint.extents import FileRecord, find_damage, write_file
 from torchtitan_like.checkpoint.hf.export import warn_of_overflow, write_export
 from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
 from torchtitan_like.checkpoint.identity import Identity
@@ -42,10 +41,12 @@ from torchtitan_like.checkpoint.tools.contents import (
     open_contents,
 )
 from torchtitan_like.checkpoint.unpickle import load_saved
+from torchtitan_like.checkpoint.verification import find_damage
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import external_shapes, links, slices
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.extents import FileRecord, write_file
 from torchtitan_like.util.reading import parse_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 

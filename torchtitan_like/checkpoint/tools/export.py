@@ -9,16 +9,17 @@ import torch
 
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import write_file
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.saving import check_space
-from torchtitan_like.checkpoint.staged_output import StagedOutput, verify_together
+from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import StoredWeights, check_average
 from torchtitan_like.checkpoint.tools.convert import Identify
+from torchtitan_like.checkpoint.verification import verify_together
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.extents import write_file
 from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5

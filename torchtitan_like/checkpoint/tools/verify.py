@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.extents import find_damage
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     StepFolder,
@@ -18,6 +17,7 @@ from torchtitan_like.checkpoint.step_folders import (
     file_records,
     read_manifest,
 )
+from torchtitan_like.checkpoint.verification import find_damage
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration

@@ -16,13 +16,14 @@ from copy import copy
 from functools import lru_cache
 from io import FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError
+from torchtitan_like.util.extents import HashedStream, as_bytes, num_extents, write_all
 from torchtitan_like.util.reading import open_at_once
 
 EXTENT_BYTES = 2**15  # one random sample costs one or two extents; the table of 1 TB takes 256 MB
@@ -50,11 +51,6 @@ def table_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.xxh3")
 
 
-def num_extents(size: int) -> int:
-    """Return the number of extents in a file of ``size`` bytes."""
-    return -(-size // EXTENT_BYTES)
-
-
 class RawFile:
     """A file that is read by offset.
 
@@ -80,7 +76,7 @@ class RawFile:
         Raises DataError if the file is too short, or has changed since it was opened.
         """
         stream = self._stream or _opened(self.path, self.version)
-        remaining = _as_bytes(out)
+        remaining = as_bytes(out)
         try:
             while len(remaining) and (count := os.preadv(stream.fileno(), [remaining], offset)):
                 remaining = remaining[count:]
@@ -116,7 +112,7 @@ class HashTable:
         # The table remains open if the file does.
         self._table = RawFile(table_path(file.path), is_one_of_many=file.is_one_of_many)
         self._remedy = remedy
-        expected = num_extents(file.size) * HASH_TYPE.itemsize
+        expected = num_extents(file.size, EXTENT_BYTES) * HASH_TYPE.itemsize
         if self._table.size != expected:
             raise DataError(
                 f"{self._table.path} is damaged: it has {self._table.size:,} bytes. Expected "
@@ -141,7 +137,7 @@ class CheckedFile:
     def __init__(self, file: RawFile, hashes: Hashes | None = None) -> None:
         self.file = file
         self.hashes = hashes
-        self._verified = bytearray(-(-num_extents(file.size) // 8))
+        self._verified = bytearray(-(-num_extents(file.size, EXTENT_BYTES) // 8))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_verified": bytes(len(self._verified))}
@@ -335,37 +331,6 @@ def _groups(keys: NDArray[np.int64]) -> Iterator[tuple[int, NDArray[np.int64]]]:
         yield int(keys[indices[0]]), indices
 
 
-class ExtentHasher:
-    """Hashes the extents of a byte stream, given in pieces of any size.
-
-    tail: the bytes after the last whole extent.
-    """
-
-    def __init__(self, tail: bytes = b"") -> None:
-        self.tail = bytearray(tail)
-
-    def update(self, data: Any) -> memoryview:
-        """Append any contiguous buffer. Return the hashes of completed extents, as table bytes."""
-        remaining = _as_bytes(data)
-        digests = []
-        if self.tail:
-            num_missing = EXTENT_BYTES - len(self.tail)
-            self.tail += remaining[:num_missing]
-            remaining = remaining[num_missing:]
-            if len(self.tail) == EXTENT_BYTES:
-                digests.append(hash_extent(self.tail))
-                self.tail.clear()
-        while len(remaining) >= EXTENT_BYTES:
-            digests.append(hash_extent(remaining[:EXTENT_BYTES]))
-            remaining = remaining[EXTENT_BYTES:]
-        self.tail += remaining
-        return _as_bytes(np.array(digests, HASH_TYPE))
-
-    def finish(self) -> memoryview:
-        """Return the hash of the last extent, which may be shorter than the others."""
-        return _as_bytes(np.array([hash_extent(self.tail)] if self.tail else [], HASH_TYPE))
-
-
 class HashedWriter:
     """Appends to a file and writes its hash table. Bytes are hashed in memory, before the write.
 
@@ -379,16 +344,16 @@ class HashedWriter:
         self._table = _open_at(table_path(path), num_whole * HASH_TYPE.itemsize)
         tail_start = num_whole * EXTENT_BYTES
         tail = os.pread(self._file.fileno(), size - tail_start, tail_start)
-        self._hasher = ExtentHasher(tail)
+        self._stream = hashed_stream(self._file, tail)
 
     def write(self, data: Any) -> None:
         """Append any contiguous buffer."""
-        _write_all(self._file, _as_bytes(data))
-        _write_all(self._table, self._hasher.update(data))
+        self._stream.write(data)
+        write_all(self._table, as_table(self._stream.take_digests()))
 
     def tail_digest(self) -> int:
         """Return the hash of the bytes after the last whole extent."""
-        return hash_extent(self._hasher.tail)
+        return int.from_bytes(self._stream.tail_digest(), "big") or 1
 
     def sync(self) -> None:
         """Wait until all written bytes are on disk."""
@@ -397,7 +362,7 @@ class HashedWriter:
 
     def finish(self) -> None:
         """Complete the table and close both files."""
-        _write_all(self._table, self._hasher.finish())
+        write_all(self._table, as_table(self._stream.finish()))
         self.sync()
         self.close()
 
@@ -405,6 +370,18 @@ class HashedWriter:
         """Close both files."""
         self._file.close()
         self._table.close()
+
+
+def hashed_stream(file: IO[bytes] | FileIO, tail: bytes = b"") -> HashedStream:
+    """Return a stream that appends to ``file`` and hashes its extents. tail: see `HashedStream`."""
+    return HashedStream(file, EXTENT_BYTES, xxhash.xxh3_64, tail)
+
+
+def as_table(digests: list[bytes]) -> bytes:
+    """Return the hashes of a `hashed_stream` as bytes of a hash table."""
+    hashes = np.frombuffer(b"".join(digests), ">u8")
+    table: bytes = np.maximum(hashes, 1).astype(HASH_TYPE).tobytes()
+    return table
 
 
 def _open_at(path: Path, size: int) -> FileIO:
@@ -418,16 +395,6 @@ def _open_at(path: Path, size: int) -> FileIO:
     stream.truncate(size)
     stream.seek(size)
     return stream
-
-
-def _as_bytes(data: Any) -> memoryview:
-    view = memoryview(data)
-    return view.cast("B") if view.nbytes else memoryview(b"")  # an empty view cannot be cast
-
-
-def _write_all(stream: FileIO, data: memoryview) -> None:
-    while len(data):
-        data = data[stream.write(data) :]
 
 
 def file_version(path: Path) -> tuple[int, int]:

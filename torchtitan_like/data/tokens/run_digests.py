@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.tokens import checked_file
-from torchtitan_like.data.tokens.checked_file import CheckedFile, RawFile, num_extents
+from torchtitan_like.data.tokens.checked_file import CheckedFile, RawFile
 from torchtitan_like.data.tokens.token_file import written_atomically
+from torchtitan_like.util.extents import num_extents
 
 logger = logging.getLogger()
 
@@ -54,7 +55,10 @@ class RunDigests:
         )
         self._folder = Path(run_folder).absolute() / FOLDER
         self._files = files
-        self._bases = [0, *accumulate(map(num_extents, sizes))]
+        self._bases = [
+            0,
+            *accumulate(num_extents(size, checked_file.EXTENT_BYTES) for size in sizes),
+        ]
         self._name = key
         self._is_recorder = is_recorder
         self._table: RawFile | None = None

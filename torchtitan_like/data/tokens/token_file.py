@@ -33,13 +33,15 @@ from torchtitan_like.data.errors import CacheWriteError, DataError
 from torchtitan_like.data.tokens.checked_file import (
     CheckedArray,
     CheckedFile,
-    ExtentHasher,
     HashedWriter,
     HashTable,
     RawFile,
+    as_table,
+    hashed_stream,
     table_path,
 )
 from torchtitan_like.data.tokens.token_stream import Tokens
+from torchtitan_like.util.extents import HashedStream
 from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
@@ -350,25 +352,11 @@ def written_atomically(path: Path, description: str) -> Iterator[BinaryIO]:
         ) from error
 
 
-class _Hashing:
-    """Writes to a stream and hashes the written bytes."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream = stream
-        self.hasher = ExtentHasher()
-        self.table = bytearray()
-
-    def write(self, data: Any) -> None:
-        """Append any contiguous buffer."""
-        self._stream.write(data)
-        self.table += self.hasher.update(data)
-
-
 @contextmanager
-def written_with_hashes(path: Path, description: str) -> Iterator[_Hashing]:
+def written_with_hashes(path: Path, description: str) -> Iterator[HashedStream]:
     """Open a file like `written_atomically`, and write its hash table next to it."""
-    with written_atomically(path, description) as stream:
-        writer = _Hashing(stream)
-        yield writer
+    with written_atomically(path, description) as file:
+        stream = hashed_stream(file)
+        yield stream
         with written_atomically(table_path(path), f"the hash table of {description}") as table:
-            table.write(writer.table + writer.hasher.finish())
+            table.write(as_table(stream.finish()))

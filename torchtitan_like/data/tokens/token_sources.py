@@ -55,12 +55,12 @@ Offsets: TypeAlias = "NDArray[np.uint64] | CheckedArray"
 
 # Increase it with any change of the list of documents, or of the identity of a source.
 DOCUMENTS_VERSION = 1
-# A file's identity is its size and this many evenly spaced extents of this many bytes. For a
+# A file's identity is its size and this many evenly spaced pieces of this many bytes. For a
 # smaller file it is all bytes.
-NUM_EXTENTS = 8
-EXTENT_BYTES = 2**14
+NUM_PIECES = 8
+PIECE_BYTES = 2**14
 NUM_THREADS = 16  # that read from the file server
-FILES_AT_A_TIME = 1024  # files whose extents are in memory
+FILES_AT_A_TIME = 1024  # files whose pieces are in memory
 
 
 @dataclass(frozen=True)
@@ -213,8 +213,8 @@ def _with_tokens(file: Path) -> Path:
 def _check_ids(stream: TokenStream, part: int) -> None:
     """Check a few ids of each file, to detect another tokenizer or dtype before the training."""
     start, stop = stream.starts[part : part + 2]
-    for first in (start, (start + stop) // 2, max(start, stop - EXTENT_BYTES)):
-        stream[first : min(first + EXTENT_BYTES, stop)]
+    for first in (start, (start + stop) // 2, max(start, stop - PIECE_BYTES)):
+        stream[first : min(first + PIECE_BYTES, stop)]
 
 
 def _log_decisions(
@@ -346,7 +346,7 @@ def _sample(file: Path) -> bytes:
     size = file.stat().st_size
     sample = f"{size} ".encode()
     with file.open("rb", buffering=0) as stream:
-        for extent in range(NUM_EXTENTS):
-            stream.seek(max(size - EXTENT_BYTES, 0) * extent // (NUM_EXTENTS - 1))
-            sample += stream.read(EXTENT_BYTES)
+        for piece in range(NUM_PIECES):
+            stream.seek(max(size - PIECE_BYTES, 0) * piece // (NUM_PIECES - 1))
+            sample += stream.read(PIECE_BYTES)
     return sample

@@ -1,116 +1,31 @@
-"""Write and read files in extents of 4 MiB, each with a hash.
+"""Verify the files of a checkpoint against the records of its manifest.
 
-An extent is hashed in memory immediately before it is written, and verified when it is read.
+Every extent is verified when it is read, before its bytes are used.
 """
 
 from __future__ import annotations
 
 import errno
 import io
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from torchtitan_like.checkpoint.errors import DamagedError
+from torchtitan_like.util.extents import EXTENT, FileRecord
+from torchtitan_like.util.files import naming
 
-EXTENT = 4 * 2**20
+if TYPE_CHECKING:  # imports torch, which commands that only list steps do not need
+    from torchtitan_like.distributed.world import HostGroup
+
 PIECE = 2**18  # bytes read and hashed at a time; fits in a core's cache
-WRITE_BEHIND = 2 * EXTENT
 NUM_STAT_THREADS = 16  # for the sizes of thousands of files on a file server
 REMEDY = "copy it again, or use another checkpoint"
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and hashes of a file."""
-
-    size: int  # bytes
-    extents: tuple[str, ...]  # hexadecimal xxh3-128 of each EXTENT bytes; the last may be shorter
-
-    def span(self, index: int) -> tuple[int, int]:
-        """Return the start and end (exclusive) of extent `index`, in bytes."""
-        return index * EXTENT, min((index + 1) * EXTENT, self.size)
-
-
-def hash_extent(data: Any) -> str:
-    """Return the hash of one extent. data: any contiguous buffer."""
-    digest: str = xxhash.xxh3_128_hexdigest(data)
-    return digest
-
-
-class ExtentSink:
-    """Writes a new file sequentially and unbuffered, and hashes each extent before it is written.
-
-    `close` returns the record of the file. Every OSError contains the file's name.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.size = 0
-        self._digests: list[str] = []
-        self._hash = xxhash.xxh3_128()
-        self._file = io.FileIO(path, "x")  # an existing file is never overwritten
-
-    def write(self, data: Any) -> None:
-        """Append a one-dimensional buffer of bytes, without a copy."""
-        remaining = memoryview(data)
-        with naming(self.path):
-            while remaining:
-                piece = remaining[: EXTENT - self.size % EXTENT]
-                self._hash.update(piece)
-                unwritten = piece
-                while unwritten:  # a write is partial above 2 GiB or if the disk is nearly full
-                    unwritten = unwritten[self._file.write(unwritten) :]
-                self.size += len(piece)
-                remaining = remaining[len(piece) :]
-                if self.size % EXTENT == 0:
-                    self._end_extent()
-
-    def close(self) -> FileRecord:
-        """Wait until the bytes are on disk, and return the file's record."""
-        if self.size % EXTENT:
-            self._end_extent()
-        with naming(self.path):
-            os.fsync(self._file.fileno())
-            self._file.close()
-        return FileRecord(self.size, tuple(self._digests))
-
-    def _end_extent(self) -> None:
-        self._digests.append(self._hash.hexdigest())
-        self._hash.reset()
-        # Start write-back while the next extents are hashed. fsync then has little left to write,
-        # which saves a third of the time.
-        if self.size % WRITE_BEHIND == 0 and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(
-                self._file.fileno(), self.size - WRITE_BEHIND, WRITE_BEHIND, os.POSIX_FADV_DONTNEED
-            )
-
-    def __enter__(self) -> ExtentSink:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
-def record_of(content: bytes) -> FileRecord:
-    """Return the record of a file with these bytes."""
-    view = memoryview(content)
-    starts = range(0, len(view), EXTENT)
-    return FileRecord(len(view), tuple(hash_extent(view[i : i + EXTENT]) for i in starts))
-
-
-def write_file(path: Path, content: bytes) -> FileRecord:
-    """Write a new file durably and return its record."""
-    with ExtentSink(path) as sink:
-        sink.write(content)
-        return sink.close()
 
 
 class ExtentSource:
@@ -246,15 +161,37 @@ def all_extents(records: Mapping[str, FileRecord]) -> Iterator[tuple[str, int]]:
     )
 
 
-@contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Add the file's name to an OSError of a read or write, which has none."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
-        raise
+def verify_rest(
+    folder: Path,
+    records: Mapping[str, FileRecord],
+    verified: Mapping[str, set[int]],
+    group: HostGroup,
+) -> None:
+    """Verify the extents that no rank has read, split over the ranks. A collective.
+
+    verified: the extents that this rank has verified.
+    Raises DamagedError on the rank that finds damage.
+    """
+    verified_extents = {
+        (name, index)
+        for rank_verified in group.gather_objects(verified)
+        for name in rank_verified
+        for index in rank_verified[name]
+    }
+    remaining = [extent for extent in all_extents(records) if extent not in verified_extents]
+    start = len(remaining) * group.rank // group.size
+    end = len(remaining) * (group.rank + 1) // group.size
+    for error in find_damage(folder, records, remaining[start:end]):
+        raise error
+
+
+def verify_together(folder: Path, records: Mapping[str, FileRecord], group: HostGroup) -> None:
+    """Read every file and verify its size and hashes. The ranks share the work.
+
+    Raises DamagedError on every rank if a file is missing or differs from its record.
+    """
+    group.run_on_leader(lambda: check_sizes(folder, records))
+    group.run_on_all(lambda: verify_rest(folder, records, {}, group))
 
 
 @contextmanager
