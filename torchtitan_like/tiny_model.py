@@ -17,7 +17,7 @@ from torchtitan_like.check.model_checks import read_sizes
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.step_folders import write_manifest
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import convert
 from torchtitan_like.config import ConfigError, dump_toml, load_config
 from torchtitan_like.config.loader import CommandLine, import_module
@@ -78,7 +78,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
         )
         write_manifest(staged, {"kind": "hf", "step": 0, "files": files})
         convert(
-            open_contents(staged),
+            open_checkpoint(staged),
             staged / step_name(0),
             "native",
             dtype=None,

@@ -19,7 +19,7 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train as trainer_module
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.stored_weights import check_average
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.util.exit_codes import ExitCode
@@ -139,8 +139,8 @@ def steps(number, **overrides):
 
 def averages(step):
     """Return the state of the average in a step, as whole tensors by name."""
-    contents = open_contents(step)
-    return {name: contents.read(name) for name in contents.tensors if name.startswith("ema.")}
+    contents = open_checkpoint(step)
+    return {name: contents.read(name) for name in contents.stored if name.startswith("ema.")}
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_an_average_may_start_and_end_at_a_checkpoint(tmp_path):
     assert "Changed since the checkpoint: ema.enable false -> true" in log
     state = averages(tmp_path / "checkpoint/step-2")
     assert state["ema.num_updates"] == 1
-    first, second = (open_contents(tmp_path / f"checkpoint/step-{n}") for n in (1, 2))
+    first, second = (open_checkpoint(tmp_path / f"checkpoint/step-{n}") for n in (1, 2))
     name = "layers.0.attention.wq.weight"
     before, after = (contents.read(f"model.{name}") for contents in (first, second))
     amount = 1 - 2 / 11  # of the first update with warm-up
@@ -255,11 +255,11 @@ def test_the_last_checkpoint_has_averages_that_export(tmp_path):
     train_one_rank(tmp_path, 2, **{"checkpoint.last_save_model_only": "true"})
     step = tmp_path / "checkpoint/step-2"
     state = averages(step)
-    assert not any(name.startswith("optimizer.") for name in open_contents(step).tensors)
+    assert not any(name.startswith("optimizer.") for name in open_checkpoint(step).stored)
     for out, flags in (("plain", []), ("averaged", ["--ema"])):
         assert titan(["ckpt", "export", str(step), str(tmp_path / out), *flags]) == 0
-    plain, averaged = (open_contents(tmp_path / out) for out in ("plain", "averaged"))
-    assert plain.tensors.keys() == averaged.tensors.keys()
+    plain, averaged = (open_checkpoint(tmp_path / out) for out in ("plain", "averaged"))
+    assert plain.stored.keys() == averaged.stored.keys()
     name, native = "model.embed_tokens.weight", "tok_embeddings.weight"
     assert torch.equal(averaged.read(name), state[f"ema.average.{native}"])
     assert not torch.equal(averaged.read(name), plain.read(name))

@@ -14,7 +14,7 @@ from tests.distributed.test_run import run_one_rank
 from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.distributed.expert_parallel import exchange_with_owners
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer
@@ -261,10 +261,10 @@ METHODS = ["bias", pytest.param("global", marks=pytest.mark.nightly)]
 
 def balancing_state(step_folder):
     """Return the biases or the fractions of the loads in a checkpoint."""
-    contents = open_contents(step_folder)
+    contents = open_checkpoint(step_folder)
     return {
         name: contents.read(name).tolist()
-        for name in contents.tensors
+        for name in contents.stored
         if name.endswith(("expert_bias", "load_fractions"))
     }
 

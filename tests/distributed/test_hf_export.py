@@ -26,6 +26,7 @@ from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
+from torchtitan_like.checkpoint.hf.safetensors_source import SafetensorsSource
 from torchtitan_like.checkpoint.identity import SpecialToken
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
@@ -648,27 +649,37 @@ def test_all_ranks_stop_in_the_round_after_a_failure():
     )
 
 
-def consolidate_with_a_blind_rank(source, folder):
-    """Consolidate while rank 1 cannot open any file."""
+def consolidate_with_a_blind_rank(source, folder, subject):
+    """Consolidate while rank 1 cannot open the shards, or any file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fill = SafetensorsSource.fill
+
+    def fill_without_files(shards, reads):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        fill(shards, reads)
+
     try:
-        if dist.get_rank() == 1:
+        if dist.get_rank() == 1 and subject == "shard":
+            SafetensorsSource.fill = fill_without_files
+        elif dist.get_rank() == 1:
             resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
         return catch_error(consolidate, source, folder)
     finally:
+        SafetensorsSource.fill = fill
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_unreadable_shards_on_one_rank_are_an_error_on_all_ranks(tmp_path):
+@pytest.mark.parametrize("subject", ["shard", "model"])
+def test_unreadable_files_on_one_rank_are_an_error_on_all_ranks(tmp_path, subject):
     run_ranks(write_torch_shards, 2, str(tmp_path / "shards"), "rows", None)
     for error, seconds in run_ranks(
-        consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out")
+        consolidate_with_a_blind_rank, 2, str(tmp_path / "shards"), str(tmp_path / "out"), subject
     ):
         assert (
-            re.search(r"rank 1: .*shard-0000.*: Too many open files\. Expected fewer open", error)
+            re.search(rf"rank 1: .*{subject}.*: Too many open files\. Expected fewer open", error)
             and seconds < GROUP_TIMEOUT.total_seconds()
         )
-    assert not (tmp_path / "out").exists()
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_export_overwrites_no_file(tmp_path):

@@ -15,17 +15,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from tests.harness.hf_weights import unpermute_rows
+from tests.harness.hf_weights import load_hf, load_meta, load_torchtitan, unpermute_rows
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf import safetensors_source
-from torchtitan_like.checkpoint.hf.boxes import local_boxes
-from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.hf_table import slices
+from torchtitan_like.util.boxes import slices
+from torchtitan_like.util.shards import local_boxes
 
 LLAMA = get_spec("llama3")
 # No number of ranks divides these rows, so shards are uneven and start within a head.
@@ -132,8 +131,8 @@ def load_and_compare(folder, tied, kind, shape, tokens):
     model = build(args, mesh)
     read, read_box = [0], safetensors_source.read_box
 
-    def counting(file, stored, box):
-        numbers = read_box(file, stored, box)
+    def counting(*arguments):
+        numbers = read_box(*arguments)
         read[0] += numbers.numel()
         return numbers
 

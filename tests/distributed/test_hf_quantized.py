@@ -10,7 +10,8 @@ from tests.harness.family import Family
 from tests.harness.rank_pool import run_ranks
 from tests.unit.checkpoint.test_hf_experts import write_float8
 from tests.unit.checkpoint.test_hf_gpt_oss import quantized_files
-from torchtitan_like.checkpoint.hf import reads, safetensors_source
+from torchtitan_like.checkpoint.hf import load as hf_load
+from torchtitan_like.checkpoint.hf import safetensors_source
 from torchtitan_like.distributed.initialize import weight_hash
 
 EXPERTS = {"num_experts": 4, "top_k": 2, "n_layers": 2, "vocab_size": 2048}
@@ -47,7 +48,7 @@ LAYOUTS = {"ep-fsdp": (4, {EP: 2}), "ep-etp": (4, {EP: 2, TP: 2, ETP: 2})}
 def load_on_rank(argv):
     """Return the hash of the loaded weights of all ranks, and this rank's most elements of a read."""
     largest = 0
-    plain_read_box, max_elements = safetensors_source.read_box, reads.MAX_ELEMENTS
+    plain_read_box, max_elements = safetensors_source.read_box, hf_load.MAX_ELEMENTS
 
     def traced_read_box(*args):
         nonlocal largest
@@ -56,11 +57,11 @@ def load_on_rank(argv):
         largest = max(largest, values.numel() * (2 if values.dtype == torch.uint8 else 1))
         return values
 
-    safetensors_source.read_box, reads.MAX_ELEMENTS = traced_read_box, MAX_ELEMENTS
+    safetensors_source.read_box, hf_load.MAX_ELEMENTS = traced_read_box, MAX_ELEMENTS
     try:
         trainer = build(argv)
     finally:
-        safetensors_source.read_box, reads.MAX_ELEMENTS = plain_read_box, max_elements
+        safetensors_source.read_box, hf_load.MAX_ELEMENTS = plain_read_box, max_elements
     shares = trainer.world.step_group.gather_objects(sum(map(weight_hash, trainer.parts)))
     release(trainer)
     return sum(shares) % 2**64, largest

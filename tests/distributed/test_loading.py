@@ -251,19 +251,19 @@ def test_read_error_on_one_rank_is_raised_on_all_ranks(folder):
 def start_with_read_error(argv):
     import torch.distributed as dist
 
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
+    from torchtitan_like.checkpoint import dcp_source
 
-    read = ExtentReader.read_metadata
+    read = dcp_source.read_metadata
 
-    def fail_on_read(reader):
+    def fail_on_read(*_, **__):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), ".metadata")
 
     if dist.get_rank() == 1:
-        ExtentReader.read_metadata = fail_on_read
+        dcp_source.read_metadata = fail_on_read
     try:
         return start_error(argv)
     finally:
-        ExtentReader.read_metadata = read
+        dcp_source.read_metadata = read
 
 
 def run_one_rank(argv):

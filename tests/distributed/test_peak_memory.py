@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
+from tests.harness.hf_weights import load_hf
 from tests.harness.memory import peak_resident_bytes, reset_peak, resident_bytes
 from tests.harness.rank_pool import run_in_new_processes
 from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf import export as export_module
 from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.hf.load import load_hf
-from torchtitan_like.checkpoint.hf.reads import MAX_ELEMENTS
+from torchtitan_like.checkpoint.hf.load import MAX_ELEMENTS
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.extents import EXTENT

@@ -35,7 +35,7 @@ from tests.harness.torchtitan_run import (
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import native_weights
 from torchtitan_like.checkpoint.torchtitan import check_data_choice, read_step
 from torchtitan_like.cli import main as titan
@@ -120,7 +120,7 @@ def test_the_next_losses_equal_those_of_torchtitan(tmp_path: Path, layout: str) 
 
 def test_logits_equal_those_of_torchtitans_model() -> None:
     identity = identify(load_config(ARGUMENTS).model)
-    weights = native_weights(open_contents(STORED / f"step-{SAVED}"), identity)
+    weights = native_weights(open_checkpoint(STORED / f"step-{SAVED}"), identity)
     model = identity.spec.build(identity.args)
     model.load_state_dict(weights)
     logits = model(torch.tensor(expected()["tokens"]))
@@ -158,7 +158,7 @@ def test_resume_without_a_choice_is_refused(tmp_path: Path) -> None:
 
 def copy_step(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     """Write a copy of the stored step with a changed state."""
-    state = open_contents(STORED / f"step-{SAVED}").read_all()
+    state = open_checkpoint(STORED / f"step-{SAVED}").read_all()
     change(state)
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), no_dist=True)
     return folder
@@ -195,7 +195,7 @@ def test_incomplete_checkpoints_are_refused(tmp_path: Path, change: str) -> None
 def test_positions_of_the_loader_are_not_unpickled(tmp_path: Path) -> None:
     """TorchTitan stores pickles in bytes. They are read by no start."""
     step = STORED / f"step-{SAVED}"
-    names = open_contents(step).object_names
+    names = open_checkpoint(step).object_names
     assert "dataloader.dp_rank_0" in names and read_step(step) == SAVED
     copy = shutil.copytree(step, tmp_path / "step-3")
     metadata = pickle.loads((copy / ".metadata").read_bytes())
@@ -221,7 +221,7 @@ def test_released_torchtitan_loads_a_converted_step(tmp_path: Path) -> None:
     assert titan(["ckpt", "export", str(step), str(tmp_path / "converted"), "--to", "dcp"]) == 0
     identity = identify(load_config(ARGUMENTS).model)
     model = identity.spec.build(identity.args)
-    model.load_state_dict(native_weights(open_contents(step), identity))
+    model.load_state_dict(native_weights(open_checkpoint(step), identity))
     theirs = logits_of(tmp_path / "converted", tokens)
     torch.testing.assert_close(theirs, model(tokens), rtol=0, atol=1e-5)
 
@@ -246,11 +246,11 @@ def test_a_converted_run_has_all_states_and_continues_here(native: Path, tmp_pat
     """Weights and moments are in TorchTitan's order, and return to ours without a change."""
     step = native / f"checkpoint/step-{MIDDLE}"
     assert convert_run(step, tmp_path / "step-4", "--data-ranks", "2") == 0
-    state = open_contents(tmp_path / "step-4").read_all()
+    state = open_checkpoint(tmp_path / "step-4").read_all()
     rows = {row["step"]: row for row in read_rows(native / "metrics.jsonl")}
     assert state["train_state"] == {"step": 4, "ntokens_seen": rows[4]["n_tokens_seen"] // 2}
     assert state["lr_scheduler"]["last_epoch"] == 4
-    stored = open_contents(STORED / f"step-{SAVED}").read_all()
+    stored = open_checkpoint(STORED / f"step-{SAVED}").read_all()
     assert state["optimizer"].keys() == stored["optimizer"].keys()
     assert state.keys() | {"dataloader"} == stored.keys()
     group = {key: state["optimizer"][f"param_groups.norm.weight.{key}"] for key in ("lr", "betas")}

@@ -18,7 +18,7 @@ import pytest
 from tests.faults.damage import start_one_rank
 from tests.faults.malice import LOCATIONS, PAYLOADS, write_module
 from tests.faults.trainer import ASSETS
-from torchtitan_like.checkpoint.unpickle import TORCH_TYPES
+from torchtitan_like.checkpoint.dcp_metadata import GLOBALS
 from torchtitan_like.cli import main as titan
 
 pytestmark = [
@@ -32,7 +32,7 @@ _audit_events: list[str] | None = None  # audited events, while the fixture `aud
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
-    is_allowed = event != "pickle.find_class" or arguments in TORCH_TYPES.globals
+    is_allowed = event != "pickle.find_class" or arguments in GLOBALS
     if _audit_events is not None and not is_allowed:
         _audit_events.append(f"{event} {arguments}")
 

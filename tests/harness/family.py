@@ -12,11 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.harness.hf_weights import gradients_per_expert, load_per_expert, to_external, to_native
+from tests.harness.hf_weights import (
+    gradients_per_expert,
+    load_hf,
+    load_per_expert,
+    to_external,
+    to_native,
+)
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.checkpoint.hf.load import load_hf
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup

@@ -7,12 +7,17 @@ Loaders and exporters must produce the same result. They use the same links of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_like.models.hf_table import Link, external_shapes, slices
+from torchtitan_like.checkpoint.hf.load import LoadReport, load_weights
+from torchtitan_like.checkpoint.loading import open_weights
+from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.hf_table import Link, Rows, count_named, external_shapes
+from torchtitan_like.util.boxes import slices
 
 
 def to_external(links: Iterable[Link], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -40,6 +45,37 @@ def to_native(
         source = state[link.external][slices(link.external_box)]
         target.copy_((source.mT if link.transposed else source).reshape(target.shape))
     return result
+
+
+def load_hf(
+    folder: Path,
+    tensors: Mapping[str, Any],
+    *,
+    rows: Rows,
+    group: HostGroup,
+    quantized: bool = False,
+    alternative_rows: Rows | None = None,
+    **options: Any,
+) -> LoadReport:
+    """Load safetensors. alternative_rows: used if they name more stored tensors."""
+    source = open_weights(folder, "hf", group, quantized=quantized)
+    tables = (rows, alternative_rows or rows)
+    rows = max(tables, key=lambda table: count_named(table, source.stored))
+    return load_weights(source, tensors, rows=rows, group=group, **options)
+
+
+def load_torchtitan(
+    folder: Path, tensors: Mapping[str, Any], *, group: HostGroup, **options: Any
+) -> LoadReport:
+    """Load the weights of a TorchTitan checkpoint."""
+    return load_weights(open_weights(folder, "dcp", group), tensors, group=group, **options)
+
+
+def load_meta(
+    path: Path, tensors: Mapping[str, Any], *, group: HostGroup, **options: Any
+) -> LoadReport:
+    """Load Meta's .pth files."""
+    return load_weights(open_weights(path, "meta", group), tensors, group=group, **options)
 
 
 def permute_rows(weight: Tensor, heads: int) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 
 from tests.harness.runner import ROOT
 from tests.unit.checkpoint.steps import MODEL, make_step
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.dataset_names import DATASETS
 
@@ -152,9 +152,9 @@ def test_llama_cpp_converts_an_export(name: str, tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.tokens"] == sorted(ids, key=ids.__getitem__)
     tensors = {tensor.name: torch.from_numpy(tensor.data.copy()) for tensor in reader.tensors}
     gguf_names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, MODEL["n_layers"])
-    contents = open_contents(step)
+    contents = open_checkpoint(step)
     compared = set()
-    for key in (key for key in contents.tensors if key.startswith("model.")):
+    for key in (key for key in contents.stored if key.startswith("model.")):
         gguf_name = gguf_names.get_name(key.removeprefix("model."), try_suffixes=(".weight",))
         weight = contents.read(key)
         if (num_heads := ROTARY_HEADS.get(gguf_name.split(".")[-2])) is not None:

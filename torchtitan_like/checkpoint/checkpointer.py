@@ -27,7 +27,7 @@ from torchtitan_like.checkpoint.errors import (
     with_checkpoint_errors,
 )
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.loading import load_states, load_stored_weights
 from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.saving import (
     CheckpointThread,
@@ -44,7 +44,6 @@ from torchtitan_like.checkpoint.step_folders import (
     MANIFEST_OWN_KEYS,
     NONFINITE,
     Retention,
-    file_records,
     newest_before,
     pin_before,
     remove_stale_stages,
@@ -284,17 +283,10 @@ class Checkpointer:
 
     def _export_stored(self, stored: Start) -> None:
         """Export the weights of `stored`. Runs on the checkpoint thread."""
-        from torchtitan_like.checkpoint.dcp_storage import ExtentReader
-        from torchtitan_like.checkpoint.stored_weights import StoredWeights
-
-        path, manifest, group = stored.path, stored.manifest, self._group
-        assert path is not None and manifest is not None
-        reader = ExtentReader(path, file_records(manifest))
-        metadata: dict[str, Any] = {}
-        self._group.run_on_all(lambda: metadata.update(reader.read_metadata().state_dict_metadata))
-        weights = StoredWeights(metadata, group.rank, group.size)
+        manifest = stored.manifest
+        assert manifest is not None
         start = replace(stored, kind="warm")
-        load_states(start, {"model": weights}, self._group, self._identity)
+        weights = load_stored_weights(start, self._group, self._identity)
         tensors = {f"model.{name}": tensor for name, tensor in weights.state_dict().items()}
         summary = {k: v for k, v in manifest.items() if k not in MANIFEST_OWN_KEYS}
         record = RunRecord(stored.step, manifest["config"], summary)

@@ -1,9 +1,9 @@
-"""Read the `.metadata` of torch.distributed.checkpoint, with torch's classes or without torch.
+"""Read the `.metadata` of torch.distributed.checkpoint (DCP) without torch and without running code.
 
 A `.metadata` is a pickle. A pickle may import and call any function, so loading one can run a
 program (docs/guides/security.md, "What is trusted"). `load_metadata` looks every global up in a
-table. `checkpoint/unpickle.py` has the table of torch's classes. `STAND_INS` has a class without
-behavior for each of them, for commands that only list tensors: importing torch takes seconds.
+table, which has a class without behavior for each class of torch. Importing torch takes seconds,
+and commands that only list tensors do not need it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.step_folders import file_records, is_inside, read_manifest
+from torchtitan_like.checkpoint.step_folders import is_inside
 from torchtitan_like.checkpoint.verification import ExtentSource, check_sizes
+from torchtitan_like.util.extents import FileRecord
 from torchtitan_like.util.run_directory import MANIFEST
 
 METADATA = ".metadata"
@@ -59,43 +60,39 @@ _REFUSED_BY_TORCH = re.compile(r"GLOBAL (\S+)")
 _REASON_MARK = "WeightsUnpickler error: "
 
 
-class MetadataTypes(NamedTuple):
-    """The classes and types into which a `.metadata` is read.
+class Chunk(NamedTuple):
+    """A block of a stored tensor, and the bytes of a file that store it.
 
-    globals    all globals that it may use: (module, name) -> object
-    classes    name in torch -> class
-    dtype      type of a tensor's dtype
-    size       type of a tensor's shape
-    writable   objects whose attributes a pickle could set; built-in types reject this
+    start, length: in bytes; the length counts an archive's records next to the elements too.
+    transforms: torch's extensions that the bytes have passed through, such as a compression.
     """
 
-    globals: Mapping[tuple[str, str], Any]
-    classes: Mapping[str, Any]
-    dtype: type
-    size: type
-    writable: tuple[Any, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    transforms: tuple[str, ...] = ()
 
 
-def metadata_types(
-    classes: Mapping[str, type],
-    dtypes: Mapping[str, Any],
-    size: type,
-    get_layout: Any,
-    writable: tuple[Any, ...],
-) -> MetadataTypes:
-    """Return the types for a `.metadata`. writable: in addition to the classes."""
-    package = "torch.distributed.checkpoint"
-    table = {
-        **{(f"{package}.metadata", name): classes[name] for name in CLASSES},
-        **{(f"{package}.filesystem", name): classes[name] for name in FILE_CLASSES},
-        **{("torch", name): dtype for name, dtype in dtypes.items()},
-        **{(name, cls): _MakePath() for name in ("pathlib", "pathlib._local") for cls in _PATHS},
-        ("collections", "OrderedDict"): OrderedDict,
-        ("torch", "Size"): size,
-        ("torch.serialization", "_get_layout"): get_layout,
-    }
-    (dtype,) = {type(value) for value in dtypes.values()}
-    return MetadataTypes(table, classes, dtype, size, (*classes.values(), *writable))
+class TensorEntry(NamedTuple):
+    """A tensor of a `.metadata`. dtype: its name in torch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+
+
+class DcpMetadata(NamedTuple):
+    """The content of a `.metadata`.
+
+    objects: name -> its bytes, as a chunk without dimensions.
+    paths: name -> the keys of the entry in nested dicts and lists.
+    """
+
+    tensors: dict[str, TensorEntry]
+    objects: dict[str, Chunk]
+    paths: dict[str, tuple[str | int, ...]]
 
 
 class _MakePath:
@@ -109,8 +106,21 @@ class _MakePath:
         return PurePosixPath(*parts)
 
 
-class _StandIn:
+class _Sealed(type):
+    """A class whose attributes a pickle cannot set."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise TypeError(f"cannot set {cls.__name__}.{name}")
+
+
+class _StandIn(metaclass=_Sealed):
     """Replaces an object of torch. It has the attributes in the pickle and no methods."""
+
+    # torch leaves these out of a pickle if they are None.
+    offset: Any = None
+    planner_data: Any = None
+    storage_data: Any = None
+    transform_descriptors: Any = None
 
     def __init__(self, *_arguments: object) -> None: ...
 
@@ -130,29 +140,26 @@ class _DtypeName(str):
     __slots__ = ()
 
 
-class _Size(tuple[int, ...]):
-    """A torch.Size."""
-
-    __slots__ = ()
-
-    def __new__(cls, sizes: Iterable[int] = ()) -> _Size:
-        size = super().__new__(cls, sizes)
-        if not all(type(n) is int for n in size):
-            raise TypeError("a size is not an integer")
-        return size
-
-
-def _stand_ins() -> MetadataTypes:
-    defaults = {"planner_data": None, "storage_data": None}
-    classes: dict[str, type] = {
-        name: type(name, (_StandIn,), defaults) for name in (*CLASSES, *FILE_CLASSES)
+def _stand_ins() -> dict[str, Any]:
+    """Return the class that replaces each class of torch."""
+    names = (*CLASSES, *FILE_CLASSES)
+    return {name: _Sealed(name, (_StandIn,), {}) for name in names} | {
+        "TensorProperties": _Properties
     }
-    classes["TensorProperties"] = _Properties
-    dtypes = {name: _DtypeName(name) for name in DTYPE_BYTES}
-    return metadata_types(classes, dtypes, _Size, _StandIn, (_Size, _StandIn))
 
 
-STAND_INS = _stand_ins()
+_STAND_INS = _stand_ins()
+_PACKAGE = "torch.distributed.checkpoint"
+# All globals that a `.metadata` may use: (module, name) -> object.
+GLOBALS: dict[tuple[str, str], Any] = {
+    **{(f"{_PACKAGE}.metadata", name): _STAND_INS[name] for name in CLASSES},
+    **{(f"{_PACKAGE}.filesystem", name): _STAND_INS[name] for name in FILE_CLASSES},
+    **{("torch", name): _DtypeName(name) for name in DTYPE_BYTES},
+    **{(name, cls): _MakePath() for name in ("pathlib", "pathlib._local") for cls in _PATHS},
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): _StandIn,
+}
 
 
 class ForbiddenGlobalError(Exception):
@@ -160,34 +167,28 @@ class ForbiddenGlobalError(Exception):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes | bytearray, types: MetadataTypes) -> None:
+    def __init__(self, content: bytes | bytearray, trust: bool) -> None:
         super().__init__(io.BytesIO(content))
-        self._globals = types.globals
+        self._trust = trust
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Look the name up in the table. Imports nothing."""
-        try:
-            return self._globals[module_name, global_name]
-        except KeyError:
-            raise ForbiddenGlobalError(f"{module_name}.{global_name}") from None
+        """Look the name up in the table. Imports nothing, unless the file is trusted."""
+        if (module_name, global_name) in GLOBALS:
+            return GLOBALS[module_name, global_name]
+        if self._trust:
+            return super().find_class(module_name, global_name)
+        raise ForbiddenGlobalError(f"{module_name}.{global_name}")
 
 
-def load_metadata(
-    content: bytes | bytearray, file: Path, types: MetadataTypes, *, trust: bool = False
-) -> Any:
+def load_metadata(content: bytes | bytearray, file: Path, *, trust: bool = False) -> DcpMetadata:
     """Unpickle a `.metadata`. file: its path, for messages. trust: allow any global.
 
     Raises CheckpointError if it uses another class, DamagedError if it is not DCP metadata.
     """
     with as_checkpoint_error(file):
-        if trust:
-            metadata = pickle.loads(content)
-        else:
+        if not trust:
             _check_memo(content)
-            with _unchanged(types.writable, file):
-                metadata = _Unpickler(content, types).load()
-        _check_metadata(metadata, file, types)
-    return metadata
+        return _convert(_Unpickler(content, trust).load(), file)
 
 
 def _check_memo(content: bytes | bytearray) -> None:
@@ -217,42 +218,27 @@ def _check_memo(content: bytes | bytearray) -> None:
             raise pickle.UnpicklingError(f"it has the instruction {chr(instruction)!r}")
 
 
-class StoredEntries(NamedTuple):
-    """The entries of a step or a DCP folder. tensors: name -> (shape, name of the dtype)."""
+def read_metadata(
+    folder: Path, records: Mapping[str, FileRecord] | None = None, *, trust: bool = False
+) -> DcpMetadata:
+    """Read the `.metadata` of a step or a DCP folder.
 
-    tensors: dict[str, tuple[tuple[int, ...], str]]
-    object_names: tuple[str, ...]
-
-
-def list_entries(folder: Path) -> StoredEntries:
-    """List the entries of a step or a DCP folder without importing torch.
-
+    records: the files of a native step, to verify the bytes. trust: allow any global.
     Raises CheckpointError; DamagedError if the bytes differ from the bytes that were written.
     """
     file = folder / METADATA
-    manifest = read_manifest(folder)
-    if manifest is not None:
-        records = file_records(manifest)
-        if METADATA not in records:
-            raise DamagedError(
-                f"{file} is not recorded in the manifest. Expected a record of every file: copy the "
-                "step again"
-            )
-        check_sizes(folder, {METADATA: records[METADATA]})
-        content = bytearray(records[METADATA].size)
-        with ExtentSource(file, records[METADATA]) as source:
-            source.read(0, memoryview(content))
-    else:
-        content = bytearray(file.read_bytes())
-    metadata = load_metadata(content, file, STAND_INS)
-    tensor_class = STAND_INS.classes["TensorStorageMetadata"]
-    entries = metadata.state_dict_metadata
-    tensors = {
-        name: (tuple(entry.size), entry.properties.dtype)
-        for name, entry in entries.items()
-        if isinstance(entry, tensor_class)
-    }
-    return StoredEntries(tensors, tuple(name for name in entries if name not in tensors))
+    if records is None:
+        return load_metadata(file.read_bytes(), file, trust=trust)
+    if METADATA not in records:
+        raise DamagedError(
+            f"{file} is not recorded in the manifest. Expected a record of every file: copy the "
+            "step again"
+        )
+    check_sizes(folder, {METADATA: records[METADATA]})
+    content = bytearray(records[METADATA].size)
+    with ExtentSource(file, records[METADATA]) as source:
+        source.read(0, memoryview(content))
+    return load_metadata(content, file, trust=trust)
 
 
 @contextmanager
@@ -301,66 +287,75 @@ def _refusal(file: Path, name: str) -> CheckpointError:
     )
 
 
-@contextmanager
-def _unchanged(writable: tuple[Any, ...], file: Path) -> Iterator[None]:
-    """Restore the `writable` objects, and raise CheckpointError if the block has changed them."""
-    before = [dict(vars(owner)) for owner in writable]
-    try:
-        yield
-    finally:
-        is_changed = False
-        for owner, attributes in zip(writable, before, strict=True):
-            now = dict(vars(owner))
-            for name in now.keys() - attributes.keys():
-                delattr(owner, name)
-                is_changed = True
-            for name, value in attributes.items():
-                if now.get(name) is not value:
-                    setattr(owner, name, value)
-                    is_changed = True
-        if is_changed:
-            raise CheckpointError(
-                f"{file} was not loaded: it changes classes of this program. Expected only data: "
-                "do not use this checkpoint"
-            )
+def _convert(metadata: Any, file: Path) -> DcpMetadata:
+    """Return what an unpickled `.metadata` contains.
 
-
-def _check_metadata(metadata: Any, file: Path, types: MetadataTypes) -> None:
-    """Raise DamagedError if a field has another type or a path leaves the folder."""
-    classes = types.classes
-    is_metadata = (
-        isinstance(metadata, classes["Metadata"]) and type(metadata.state_dict_metadata) is dict
-    )
-    if not is_metadata or not isinstance(metadata.storage_data, dict):
+    Raises DamagedError if a field has another type or a path leaves the folder.
+    """
+    if not isinstance(metadata, _STAND_INS["Metadata"]) or not (
+        type(metadata.state_dict_metadata) is dict and isinstance(metadata.storage_data, dict)
+    ):
         raise _damage(file, "it does not contain the metadata of a checkpoint")
+    locations = _locations(metadata.storage_data, file)
+    tensors: dict[str, TensorEntry] = {}
+    objects: dict[str, Chunk] = {}
     for name, entry in metadata.state_dict_metadata.items():
-        if type(name) is not str or not (
-            isinstance(entry, classes["BytesStorageMetadata"]) or _is_tensor_entry(entry, types)
-        ):
+        if type(name) is str and isinstance(entry, _STAND_INS["BytesStorageMetadata"]):
+            objects[name] = Chunk((), (), *locations[name, None])
+        elif type(name) is str and _is_tensor_entry(entry):
+            tensors[name] = TensorEntry(
+                entry.size,
+                str(entry.properties.dtype),
+                tuple(
+                    Chunk(chunk.offsets, chunk.sizes, *locations[name, chunk.offsets])
+                    for chunk in entry.chunks
+                ),
+            )
+        else:
             raise _damage(file, f"it describes an item as {type(entry).__name__}")
-    files: set[str] = set()
-    for index, location in metadata.storage_data.items():
-        path, offset, length = location.relative_path, location.offset, location.length
-        is_typed = type(path) is str and type(offset) is int and type(length) is int
-        if type(index) is not classes["MetadataIndex"] or not is_typed or offset < 0 or length < 0:
+    paths = metadata.planner_data or {}
+    for keys in paths.values():
+        if not keys or not all(type(key) is str or key in range(_MAX_LIST_LENGTH) for key in keys):
+            raise _damage(file, "it puts an item at an invalid index")
+    return DcpMetadata(tensors, objects, paths)
+
+
+def _locations(
+    storage_data: Mapping[Any, Any], file: Path
+) -> dict[tuple[str, Any], tuple[Any, ...]]:
+    """Return file, start, length and transforms of each item by its name and offsets."""
+    locations = {}
+    for index, location in storage_data.items():
+        path, start, length = location.relative_path, location.offset, location.length
+        is_typed = type(path) is str and type(start) is int and type(length) is int
+        if type(index) is not _STAND_INS["MetadataIndex"] or not is_typed or min(start, length) < 0:
             raise _damage(file, "it stores an item at an invalid position")
-        files.add(path)
+        transforms = tuple(location.transform_descriptors or ())
+        locations[index.fqn, index.offset] = path, start, length, transforms
+    files = {path for path, *_ in locations.values()}
     if outside := sorted(path for path in files if not is_inside(path)):
         raise DamagedError(
             f"{file} names {outside[0]!r}. Expected a file in the checkpoint's own folder: do not "
             "use this checkpoint"
         )
-    # The planner's data contain the path of each item in nested dicts and lists.
-    for keys in (metadata.planner_data or {}).values():
-        if not keys or not all(type(key) is str or key in range(_MAX_LIST_LENGTH) for key in keys):
-            raise _damage(file, "it puts an item at an invalid index")
+    return locations
 
 
-def _is_tensor_entry(entry: Any, types: MetadataTypes) -> bool:
+def _is_tensor_entry(entry: Any) -> bool:
     return (
-        isinstance(entry, types.classes["TensorStorageMetadata"])
-        and isinstance(entry.properties, types.classes["TensorProperties"])
-        and isinstance(entry.properties.dtype, types.dtype)
-        and isinstance(entry.size, types.size)
-        and all(isinstance(chunk, types.classes["ChunkStorageMetadata"]) for chunk in entry.chunks)
+        isinstance(entry, _STAND_INS["TensorStorageMetadata"])
+        and isinstance(entry.properties, _Properties)
+        and isinstance(entry.properties.dtype, _DtypeName)
+        and _is_size(entry.size)
+        and all(
+            isinstance(chunk, _STAND_INS["ChunkStorageMetadata"])
+            and _is_size(chunk.offsets)
+            and _is_size(chunk.sizes)
+            and len(chunk.offsets) == len(chunk.sizes) == len(entry.size)
+            for chunk in entry.chunks
+        )
     )
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) is tuple and all(type(n) is int and n >= 0 for n in value)

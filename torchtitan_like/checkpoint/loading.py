@@ -11,19 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchtitan_like.checkpoint.dcp_metadata import METADATA
 from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.saving import wait_until_visible
+from torchtitan_like.checkpoint.source import Read, Source
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
-from torchtitan_like.checkpoint.stored_weights import EMA_KEY, average_entries
+from torchtitan_like.checkpoint.stored_weights import (
+    EMA_KEY,
+    PREFIX,
+    StoredWeights,
+    average_entries,
+)
+from torchtitan_like.checkpoint.torchtitan import load_run, meta_rows, open_torchtitan
 from torchtitan_like.checkpoint.verification import check_sizes
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models.hf_table import Rows
+from torchtitan_like.models.hf_table import count_named
 from torchtitan_like.models.spec import standard_hf_config
+from torchtitan_like.util.extents import FileRecord
+from torchtitan_like.util.shards import local_boxes
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.start import Start
+    from torchtitan_like.checkpoint.dcp_source import StepSource
+    from torchtitan_like.checkpoint.start import Format, Start
 
 logger = logging.getLogger()
 
@@ -61,8 +72,6 @@ def load_states(
     if start.format == "step":
         _load_step(start, {key: states[key] for key in keys}, group, identity, verify)
     elif start.kind == "resume":
-        from torchtitan_like.checkpoint.torchtitan import load_run
-
         keys = [key for key in keys if key != "dataloader"]
         load_run(start, {key: states[key] for key in keys}, group, identity)
     else:
@@ -73,65 +82,92 @@ def load_states(
     return keys
 
 
+def load_stored_weights(start: Start, group: HostGroup, identity: Identity) -> StoredWeights:
+    """Load the weights of a native step in the dtypes they are stored in. A collective.
+
+    start: a warm start. Each rank gets some of the tensors.
+    """
+    path = start.path
+    assert path is not None and start.manifest is not None
+    records = file_records(start.manifest)
+    source = group.run_on_all(lambda: open_step(path, records))
+    weights = StoredWeights(source.stored, group.rank, group.size, averaged=start.averaged)
+    load_states(start, {"model": weights}, group, identity)
+    return weights
+
+
+def open_step(path: Path, records: Mapping[str, FileRecord]) -> StepSource:
+    """Read the metadata of a native step, on every rank."""
+    from torchtitan_like.checkpoint.dcp_source import StepSource
+
+    # Rank 0 sees all files, so a missing file on another node is a mount error, not damage.
+    wait_until_visible(path / METADATA)
+    return StepSource(path, records)
+
+
+def open_weights(
+    path: Path, stored_format: Format, group: HostGroup, *, quantized: bool = False
+) -> Source:
+    """Open the weights of another format. A collective.
+
+    quantized: safetensors are float8 or MXFP4 with a scale for each block. They are dequantized in
+        float32.
+    Raises CheckpointError if they are quantized and `quantized` is False, or the reverse.
+    """
+    from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
+    from torchtitan_like.checkpoint.pth_source import open_meta
+
+    if stored_format == "hf":
+        return group.run_on_leader(lambda: open_safetensors(path, quantized=quantized))
+    if stored_format == "dcp":
+        return group.run_on_leader(lambda: open_torchtitan(path))
+    return group.run_on_all(lambda: open_meta(path))  # each rank maps the files
+
+
 def _load_step(
     start: Start, states: Mapping[str, Stateful], group: HostGroup, identity: Identity, verify: str
 ) -> None:
     """Load a native step, which is full or holds only the weights."""
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader
     from torchtitan_like.checkpoint.verification import verify_rest
 
     path = start.path
     assert path is not None and start.manifest is not None
     records = file_records(start.manifest)
-    reader = ExtentReader(path, records)
-    # The reader verifies what it reads. Small files are always verified as a whole.
+    # The source verifies what it reads. Small files are always verified as a whole.
     to_verify = {
         name: record
         for name, record in records.items()
         if verify == "full" or not name.startswith("shard-")
     }
     group.run_on_leader(lambda: check_sizes(path, records))
+    source = group.run_on_all(lambda: open_step(path, records))
     loaded: Mapping[str, Mapping[str, Any]] = {}
     if start.upcycles:
         from torchtitan_like.checkpoint.upcycling import load_upcycled
 
-        load_upcycled(start, states["model"].state_dict(), group, identity, reader=reader)
+        weights = {n.removeprefix(PREFIX): n for n in source.stored if n.startswith(PREFIX)}
+        tensors = states["model"].state_dict()
+        load_upcycled(start, lambda: source.select(weights), tensors, group, identity)
     else:
-        loaded = _read_entries(start, states, group, reader)
-    group.run_on_all(lambda: verify_rest(path, to_verify, reader.verified, group))
+        loaded = _read_entries(start, states, group, source)
+    group.run_on_all(lambda: verify_rest(path, to_verify, source.verified, group))
     for key, entries in loaded.items():
         states[key].load_state_dict(dict(entries))
 
 
 def _read_entries(
-    start: Start, states: Mapping[str, Stateful], group: HostGroup, reader: Any
+    start: Start, states: Mapping[str, Stateful], group: HostGroup, source: StepSource
 ) -> dict[str, dict[str, Any]]:
     """Read all entries of a native step, in place where possible. Returns them by key of `states`."""
-    from torchtitan_like.checkpoint.dcp_metadata import METADATA
-    from torchtitan_like.checkpoint.dcp_storage import load_planned
-    from torchtitan_like.checkpoint.unpickle import CheckedPlanner
-
-    path = start.path
-    assert path is not None
     dicts = {key: state.state_dict() for key, state in states.items()}
-    flat = {f"{key}.{name}": value for key, names in dicts.items() for name, value in names.items()}
-    stored: dict[str, Any] = {}
-    entries: dict[str, str] = {}  # of averaged weights, by the names of the weights
-    targets: dict[str, Any] = {}
-
-    def read_metadata() -> None:
-        # Rank 0 sees all files, so a missing file on another node is a mount error, not damage.
-        wait_until_visible(path / METADATA)
-        stored.update(reader.read_metadata().state_dict_metadata)
-        if start.averaged:
-            entries.update(average_entries(stored))
-
-    def load() -> None:
-        targets.update(_targets(str(path), stored, flat, surplus, may_convert=start.kind == "warm"))
-        load_planned(targets, reader, CheckedPlanner(path))
-
-    group.run_on_all(read_metadata)
-    flat = {entries.get(name, name): value for name, value in flat.items()}
+    stored = (*source.stored, *source.object_names)
+    # The entries of averaged weights, by the names of the weights.
+    entries = average_entries(stored) if start.averaged else {}
+    flat = {
+        entries.get(f"{key}.{name}", f"{key}.{name}"): value
+        for key, names in dicts.items()
+        for name, value in names.items()
+    }
     # Pipeline stages have different names. Counts are reduced, because gathering all names of
     # thousands of ranks takes gigabytes.
     counts = group.sum_async([name in flat for name in stored]).wait()
@@ -140,9 +176,20 @@ def _read_entries(
         for name, count in zip(stored, counts, strict=True)
         if not count and name.split(".")[0] in states and name not in entries
     ]
-    group.run_on_all(load)
+
+    def load() -> dict[str, Any]:
+        targets = _targets(source, flat, surplus, may_convert=start.kind == "warm")
+        tensors = {n: target for n, target in targets.items() if isinstance(target, torch.Tensor)}
+        source.fill(
+            Read(name, box, view)
+            for name, tensor in tensors.items()
+            for box, view in local_boxes(tensor)
+        )
+        return targets | source.read_objects(name for name in targets if name not in tensors)
+
+    values = group.run_on_all(load)
     return {
-        key: {name: targets[entries.get(f"{key}.{name}", f"{key}.{name}")] for name in names}
+        key: {name: values[entries.get(f"{key}.{name}", f"{key}.{name}")] for name in names}
         for key, names in dicts.items()
     }
 
@@ -151,83 +198,64 @@ def _load_weights(
     start: Start, model: Stateful, group: HostGroup, identity: Identity, quantized: bool
 ) -> None:
     """Load the weights of another format, with the model's tables of names."""
-    from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
-    from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+    from torchtitan_like.checkpoint.hf.load import config_differences, load_weights
     from torchtitan_like.checkpoint.verification import verify_rest
 
     path, spec, args = start.path, identity.spec, identity.args
-    assert path is not None
-    tensors, tied = model.state_dict(), spec.tied(args)
+    assert path is not None and start.format != "step"
+    tensors = model.state_dict()
     if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)
         group.run_on_leader(lambda: check_sizes(path, records))
         group.run_on_all(lambda: verify_rest(path, records, {}, group))
-    if start.upcycles:
-        from torchtitan_like.checkpoint.upcycling import load_upcycled
-
-        load_upcycled(start, tensors, group, identity, quantized=quantized)
-        return
-    if start.format == "hf":
+    if start.format == "hf" and not start.upcycles:
         standardize = partial(standard_hf_config, spec)
         for line in config_differences(path, spec.hf_config(args), standardize):
             logger.warning(line)
-        load_hf(
-            path,
-            tensors,
-            rows=spec.hf_names(args),
-            tied=tied,
-            quantized=quantized,
-            group=group,
-            alternative_rows=spec.hf_alternative_names(args) if spec.hf_alternative_names else None,
-            unread=spec.hf_unread(args),
-        )
+    open_source = partial(open_weights, path, start.format, group, quantized=quantized)
+    if start.upcycles:
+        from torchtitan_like.checkpoint.upcycling import load_upcycled
+
+        load_upcycled(start, open_source, tensors, group, identity)
         return
-    read = load_torchtitan if start.format == "dcp" else load_meta
-    read(path, tensors, rows=meta_rows(identity, path), tied=tied, group=group)
-
-
-def meta_rows(identity: Identity, path: Path) -> Rows:
-    """Return the table of TorchTitan's and Meta's names. Raises CheckpointError if there is none.
-
-    path: of the checkpoint, for the message.
-    """
-    spec = identity.spec
-    if spec.meta_names is None:
-        raise SettingsError(
-            f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
-            "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
-        )
-    return spec.meta_names(identity.args)
+    source = open_source()
+    unread: tuple[str, ...] = ()
+    if start.format == "hf":
+        rows = spec.hf_names(args)
+        unread = spec.hf_unread(args)
+        if spec.hf_alternative_names:
+            tables = (rows, spec.hf_alternative_names(args))
+            rows = max(tables, key=lambda table: count_named(table, source.stored))
+    else:
+        rows = meta_rows(identity, path)
+    load_weights(source, tensors, rows=rows, tied=spec.tied(args), group=group, unread=unread)
 
 
 def _targets(
-    path: str,
-    metadata: Mapping[str, Any],
-    live: Mapping[str, Any],
-    surplus: Sequence[str],
-    *,
-    may_convert: bool,
+    source: Source, live: Mapping[str, Any], surplus: Sequence[str], *, may_convert: bool
 ) -> dict[str, Any]:
-    """Return the tensors for DCP to fill: the live ones, or new ones to convert from.
+    """Return the tensors to fill: the live ones, or new ones to convert from.
 
-    DCP silently casts dtypes and ignores surplus entries. This function raises CheckpointError for
-    both, and for missing entries and other shapes.
+    Raises CheckpointError for other dtypes and shapes, and for missing and surplus entries.
 
     surplus: stored entries that no rank loads.
     may_convert: return a new tensor if the stored floating-point dtype differs from the live one.
     """
-    problems = [f"{name} is not in the checkpoint" for name in live if name not in metadata]
+    stored_names = {*source.stored, *source.object_names}
+    problems = [f"{name} is not in the checkpoint" for name in live if name not in stored_names]
     problems += [f"{name} is in the checkpoint but not in this run" for name in surplus]
     targets = dict(live)
     conversions: set[tuple[torch.dtype, torch.dtype]] = set()
-    for name in live.keys() & metadata.keys():
-        target, stored = live[name], metadata[name]
-        if not isinstance(target, torch.Tensor):
+    for name in live.keys() & stored_names:
+        target, stored = live[name], source.stored.get(name)
+        if stored is None or not isinstance(target, torch.Tensor):
+            if stored is not None or isinstance(target, torch.Tensor):
+                problems.append(f"{name} is a tensor on one side only")
             continue
-        dtype = stored.properties.dtype
-        if tuple(stored.size) != tuple(target.shape):
+        dtype = stored.dtype
+        if stored.shape != tuple(target.shape):
             problems.append(
-                f"{name} has shape {tuple(stored.size)}, this run needs {tuple(target.shape)}"
+                f"{name} has shape {stored.shape}, this run needs {tuple(target.shape)}"
             )
         elif (
             dtype != target.dtype
@@ -242,10 +270,10 @@ def _targets(
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise SettingsError(
-            f"{path} does not match this run: {'; '.join(problems[:10])}{more}. Expected the "
+            f"{source.path} does not match this run: {'; '.join(problems[:10])}{more}. Expected the "
             "tensors of this run. Set [model] and the dtypes as in the checkpoint, or load another "
             "one"
         )
     for stored_dtype, live_dtype in conversions:
-        logger.info(f"Converted weights of {path} from {stored_dtype} to {live_dtype}")
+        logger.info(f"Converted weights of {source.path} from {stored_dtype} to {live_dtype}")
     return targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.source import TensorInfo
 
 PREFIX = "model."  # of the names of weights in a native step
 # Key of the state. A step has averaged weights if its manifest has this entry.
@@ -62,25 +64,25 @@ class StoredWeights(HostTensors):
     """
 
     def __init__(
-        self, stored: Mapping[str, Any], rank: int, world_size: int, *, averaged: bool = False
+        self,
+        stored: Mapping[str, TensorInfo],
+        rank: int,
+        world_size: int,
+        *,
+        averaged: bool = False,
     ) -> None:
-        """`stored`: the entries of DCP's metadata, by name. averaged: see `Start`."""
-        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+        """stored: the tensors of the step, by name. averaged: see `Start`."""
         entries = average_entries(stored) if averaged else {}
         weights = {
-            name: stored[entries.get(name, name)]
-            for name, entry in stored.items()
-            if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
+            name: stored[entries.get(name, name)] for name in stored if name.startswith(PREFIX)
         }
-        sizes = {n: e.size.numel() * e.properties.dtype.itemsize for n, e in weights.items()}
+        sizes = {n: math.prod(info.shape) * info.dtype.itemsize for n, info in weights.items()}
         loads = [0] * world_size
         local: dict[str, tuple[Sequence[int], torch.dtype]] = {}
         for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
             holder = loads.index(min(loads))
             loads[holder] += sizes[name]
             if holder == rank:
-                entry = weights[name]
-                local[name.removeprefix(PREFIX)] = entry.size, entry.properties.dtype
+                local[name.removeprefix(PREFIX)] = weights[name].shape, weights[name].dtype
         super().__init__(local)
         self.num_bytes = sum(sizes.values())  # of all ranks

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchtitan_like.checkpoint.hf.boxes import contiguous_strides
+from torchtitan_like.util.boxes import contiguous_strides
 
 # Structures of the zip format (PKWARE APPNOTE.TXT 6.3.10, sections 4.3.7, 4.3.12, 4.3.14 to 4.3.16).
 # All sizes and offsets are in ZIP64 fields, so that the length of a header depends only on its name.

@@ -29,8 +29,10 @@ from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.stateful import Progress, Stateful
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.models.hf_table import Rows
 
 if TYPE_CHECKING:
+    from torchtitan_like.checkpoint.dcp_source import DcpSource
     from torchtitan_like.checkpoint.start import Start
 
 logger = logging.getLogger()
@@ -38,6 +40,9 @@ logger = logging.getLogger()
 OPTIMIZERS = ("Adam", "AdamW")  # of TorchTitan, as torch.optim names them
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _STATE = re.compile(r"state\.(?P<parameter>.+)\.(?P<key>exp_avg|exp_avg_sq|step)")
+# Entries that are not weights. The weights are at the top level too.
+_NOT_THE_MODEL = re.compile(r"(optimizer|lr_scheduler|dataloader|train_state)\b.*")
+_PREFIX = "model."  # prefix of the weights' names in older TorchTitan checkpoints
 _STEP = "train_state.step"
 _TOKENS = "train_state.ntokens_seen"
 _NUM_DATA_RANKS = "dataloader.world_size"
@@ -108,15 +113,50 @@ def _load_tensors(
     path: Path, tensors: Mapping[str, Any], key: str, group: HostGroup, identity: Identity
 ) -> None:
     """Load the weights, or the moment `key`, into `tensors` by native parameter name."""
-    from torchtitan_like.checkpoint.hf.foreign import open_dcp, weight_names
     from torchtitan_like.checkpoint.hf.load import load_weights
-    from torchtitan_like.checkpoint.loading import meta_rows
 
     rows = meta_rows(identity, path)
     select = partial(_moment_names, key) if key in MOMENTS else weight_names
-    source = group.run_on_leader(lambda: open_dcp(path, select))
+    source = group.run_on_leader(lambda: open_torchtitan(path, select))
     tied = identity.spec.tied(identity.args)
     load_weights(source, tensors, rows=rows, tied=tied, group=group)
+
+
+def meta_rows(identity: Identity, path: Path) -> Rows:
+    """Return the table of TorchTitan's and Meta's names. Raises CheckpointError if there is none.
+
+    path: of the checkpoint, for the message.
+    """
+    spec = identity.spec
+    if spec.meta_names is None:
+        raise SettingsError(
+            f"{path} cannot be loaded into {spec.name}, which has no table of TorchTitan's or "
+            "Meta's names. Expected a native step or Hugging Face safetensors. Convert it first"
+        )
+    return spec.meta_names(identity.args)
+
+
+def weight_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the stored name of each weight in a TorchTitan checkpoint, by parameter name."""
+    weights = [name for name in names if not _NOT_THE_MODEL.fullmatch(name)]
+    has_prefix = bool(weights) and all(name.startswith(_PREFIX) for name in weights)
+    return {name.removeprefix(_PREFIX) if has_prefix else name: name for name in weights}
+
+
+def open_torchtitan(
+    folder: Path, select: Callable[[Iterable[str]], dict[str, str]] = weight_names
+) -> DcpSource:
+    """Open the weights. Raises CheckpointError; DamagedError if a file is absent or too short.
+
+    select: returns the stored names of the wanted tensors, by parameter name.
+    """
+    from torchtitan_like.checkpoint.dcp_source import DcpSource
+
+    source = DcpSource(folder)
+    # All ranks receive this. The other entries would triple its size.
+    selected = source.select(select(source.stored))
+    selected.check()
+    return selected
 
 
 def _moment_names(key: str, names: Iterable[str]) -> dict[str, str]:
@@ -198,21 +238,7 @@ def _read_numbers(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 def _read(folder: Path, select: Callable[[Collection[str]], Iterable[str]]) -> dict[str, Any]:
     """Read the entries whose stored names `select` returns."""
-    import torch
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torchtitan_like.checkpoint.dcp_source import DcpSource
 
-    from torchtitan_like.checkpoint.dcp_storage import load_planned
-    from torchtitan_like.checkpoint.unpickle import CheckedPlanner, CheckedReader
-
-    reader = CheckedReader(folder)
-    stored = reader.read_metadata().state_dict_metadata
-    values: dict[str, Any] = {}
-    for name in select(stored):
-        entry = stored[name]
-        values[name] = (
-            torch.empty(entry.size, dtype=entry.properties.dtype)
-            if isinstance(entry, TensorStorageMetadata)
-            else None
-        )
-    load_planned(values, reader, CheckedPlanner(folder))
-    return values
+    source = DcpSource(folder)
+    return {name: source.read(name) for name in select([*source.stored, *source.object_names])}

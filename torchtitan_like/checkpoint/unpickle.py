@@ -30,33 +30,16 @@ from torch.futures import Future
 
 from torchtitan_like.checkpoint import dcp_metadata
 from torchtitan_like.checkpoint.dcp_metadata import (
-    CLASSES,
-    FILE_CLASSES,
     METADATA,
     as_checkpoint_error,
-    metadata_types,
     refused_by_torch,
-)
-
-_MODULES = (torch.distributed.checkpoint.metadata, torch.distributed.checkpoint.filesystem)
-_CLASSES = {
-    name: getattr(module, name)
-    for module, names in zip(_MODULES, (CLASSES, FILE_CLASSES), strict=True)
-    for name in names
-}
-_LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(value, torch.layout)}
-TORCH_TYPES = metadata_types(
-    _CLASSES,
-    {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)},
-    torch.Size,
-    _LAYOUTS.__getitem__,
-    tuple(_CLASSES["_MEM_FORMAT_ENCODING"]),
 )
 
 
 def load_metadata(content: bytes | bytearray, file: Path, *, trust: bool = False) -> Metadata:
-    """Unpickle a `.metadata` into torch's classes: see `dcp_metadata.load_metadata`."""
-    metadata: Metadata = dcp_metadata.load_metadata(content, file, TORCH_TYPES, trust=trust)
+    """Unpickle a `.metadata` into torch's classes, after `dcp_metadata.load_metadata` accepts it."""
+    dcp_metadata.load_metadata(content, file, trust=trust)
+    metadata: Metadata = pickle.loads(content)
     return metadata
 
 
@@ -79,6 +62,15 @@ def load_saved(
         if not isinstance(source, Path):
             source.seek(0)
         return torch.load(source, map_location="cpu", mmap=mmap, weights_only=not trust)
+
+
+def load_tensor(source: IO[bytes], file: Path) -> torch.Tensor:
+    """Load a tensor of a DCP file on the CPU. file: its path, for messages."""
+    with as_checkpoint_error(file):
+        value = torch.load(source, map_location="cpu", weights_only=True)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"a {type(value).__name__} instead of a tensor")
+    return value
 
 
 def _check_archive(source: Path | IO[bytes]) -> None:

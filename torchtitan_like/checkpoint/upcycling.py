@@ -7,27 +7,15 @@ dense model are loaded unchanged. Routers and selection biases keep their initia
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from itertools import count
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-
-from torchtitan_like.checkpoint.dcp_metadata import METADATA
 from torchtitan_like.checkpoint.errors import SettingsError
-from torchtitan_like.checkpoint.hf.load import Source, config_differences, load_weights
-from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, crop_to_chunk
+from torchtitan_like.checkpoint.hf.load import config_differences, load_weights
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.saving import wait_until_visible
-from torchtitan_like.checkpoint.stored_weights import PREFIX
-from torchtitan_like.checkpoint.unpickle import CheckedPlanner
+from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, Rows, links
 from torchtitan_like.models.spec import Upcycling
@@ -41,18 +29,16 @@ KEY = "checkpoint.initial_load_upcycle"
 
 def load_upcycled(
     start: Start,
+    open_source: Callable[[], Source],
     tensors: Mapping[str, Any],
     group: HostGroup,
     identity: Identity,
-    *,
-    reader: StorageReader | None = None,
-    quantized: bool = False,
 ) -> None:
     """Load the dense checkpoint of `start` into `tensors` of a model with experts, in place.
 
     All ranks must call it together. Tensors that a dense model does not have are left unchanged.
 
-    reader: reads the native step of `start`; None for other formats.
+    open_source: returns the weights of `start`, by the names of its format. A collective.
     Raises CheckpointError if the family cannot be upcycled, or the dense model has other sizes.
     """
     path, spec, args = start.path, identity.spec, identity.args
@@ -65,26 +51,19 @@ def load_upcycled(
         )
     fresh = [name for name in tensors if _matches(name, upcycling.fresh)]
     loaded = {name: tensor for name, tensor in tensors.items() if name not in fresh}
-    source: Source
-    if reader is not None:
-        source = _open_step(path, reader, group)
+    if start.format == "step":
         renamed = [dense for _, dense in upcycling.copied]
         dense_rows: Rows = tuple((name, name) for name in (*renamed, *loaded))
     elif start.format == "hf":
-        from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
-
-        source = group.run_on_leader(lambda: open_safetensors(path, quantized=quantized))
         dense_rows = spec.hf_names(upcycling.dense_args)
     elif start.format == "dcp" and spec.meta_names is not None:
-        from torchtitan_like.checkpoint.hf.foreign import open_dcp
-
-        source = group.run_on_leader(lambda: open_dcp(path))
         dense_rows = spec.meta_names(upcycling.dense_args)
     else:
         raise SettingsError(
             f"{KEY} = true, but {path} holds Meta's consolidated.*.pth files. Expected a native "
             "step, a checkpoint of TorchTitan, or Hugging Face safetensors. Convert it first"
         )
+    source = open_source()
     num_layers = group.run_on_leader(lambda: _check_sizes(source, dense_rows, upcycling, args))
     if start.format == "hf":
         for line in config_differences(path, spec.hf_config(upcycling.dense_args)):
@@ -148,69 +127,3 @@ def _check_sizes(source: Source, rows: Rows, upcycling: Upcycling, args: Any) ->
             "checkpoint"
         )
     return num_layers
-
-
-# ---- native steps
-
-
-@dataclass(frozen=True)
-class StepSource:
-    """The weights of a native step. Each rank has a `reader` of its own."""
-
-    path: Path
-    stored: Mapping[str, TensorInfo]
-    metadata: Metadata
-    reader: StorageReader
-
-    def fill(self, reads: Iterable[Read]) -> None:
-        """Read every file that this rank needs once, directly into the targets."""
-        items: list[ReadItem] = []
-        targets: list[Tensor] = []
-        for read in reads:
-            entry = self.metadata.state_dict_metadata[PREFIX + read.name]
-            assert isinstance(entry, TensorStorageMetadata)
-            for number, chunk in enumerate(entry.chunks):
-                part = crop_to_chunk(read, chunk.offsets, chunk.sizes)
-                if part is None:
-                    continue
-                stored = MetadataIndex(PREFIX + read.name, chunk.offsets, number)
-                offsets = torch.Size([start for start, _, _ in part.box])
-                lengths = torch.Size([length for _, length, _ in part.box])
-                target = MetadataIndex(read.name, index=len(targets))
-                zeros = torch.Size([0] * len(lengths))
-                tensor = LoadItemType.TENSOR
-                items.append(ReadItem(tensor, target, zeros, stored, offsets, lengths))
-                targets.append(part.target)
-        self.reader.set_up_storage_reader(self.metadata, is_coordinator=False)
-        self.reader.read_data(LoadPlan(items), _TargetPlanner(self.path, targets)).wait()
-
-
-class _TargetPlanner(CheckedPlanner):
-    """Gives each item the target with the index of its destination."""
-
-    def __init__(self, folder: Path, targets: list[Tensor]) -> None:
-        super().__init__(folder)
-        self.targets = targets
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        assert read_item.dest_index.index is not None
-        return self.targets[read_item.dest_index.index]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass
-
-
-def _open_step(path: Path, reader: StorageReader, group: HostGroup) -> StepSource:
-    """Read the metadata of a native step on every rank."""
-
-    def read() -> Metadata:
-        wait_until_visible(path / METADATA)
-        return reader.read_metadata()
-
-    metadata = group.run_on_all(read)
-    stored = {
-        name.removeprefix(PREFIX): TensorInfo(tuple(entry.size), entry.properties.dtype)
-        for name, entry in metadata.state_dict_metadata.items()
-        if name.startswith(PREFIX) and isinstance(entry, TensorStorageMetadata)
-    }
-    return StepSource(path, stored, metadata, reader)

@@ -91,7 +91,7 @@ def configure_show(parser: argparse.ArgumentParser) -> None:
 
 def run_show(arguments: argparse.Namespace) -> int:
     """Print the contents. Returns the exit code."""
-    from torchtitan_like.checkpoint.tools.summary import format_summary, summarize
+    from torchtitan_like.checkpoint.tools.listing import format_summary, summarize
 
     def action() -> int:
         summary = summarize(arguments.checkpoint)
@@ -240,7 +240,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format. Returns the exit code."""
-    from torchtitan_like.checkpoint.tools.launched import launched_group
+    from torchtitan_like.checkpoint.tools.export import launched_group
 
     with launched_group() as group:
 
@@ -256,8 +256,8 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def _export(arguments: argparse.Namespace, group: HostGroup) -> None:
     from torchtitan_like.checkpoint.errors import CheckpointError
+    from torchtitan_like.checkpoint.hf.safetensors_source import has_shards
     from torchtitan_like.checkpoint.step_folders import read_manifest
-    from torchtitan_like.checkpoint.tools.merge import has_shards
 
     source: Path = arguments.source
     manifest = read_manifest(source)
@@ -302,9 +302,10 @@ def _write_step(arguments: argparse.Namespace, group: HostGroup) -> None:
 
 
 def _merge_shards(arguments: argparse.Namespace, _group: HostGroup) -> None:
-    from torchtitan_like.checkpoint.tools.merge import merge_shards
+    from torchtitan_like.checkpoint.hf.consolidate import NUM_THREADS, consolidate, file_numbers
 
-    merge_shards(arguments.source, arguments.out, arguments.num_threads, arguments.mapping)
+    mapping = None if arguments.mapping is None else file_numbers(arguments.mapping)
+    consolidate(arguments.source, arguments.out, mapping, arguments.num_threads or NUM_THREADS)
 
 
 def _convert(arguments: argparse.Namespace, _group: HostGroup) -> None:

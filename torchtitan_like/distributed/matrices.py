@@ -18,30 +18,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtitan_like.util.shards import shard_positions
+from torchtitan_like.util.boxes import Box, BoxPair, Shape, sizes_of, slices, whole
+from torchtitan_like.util.shards import shard_boxes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-class _Shard(NamedTuple):
-    """The rectangle of a parameter that a rank holds.
+class Holder(NamedTuple):
+    """A rank that holds a box of a parameter.
 
-    bounds: (first, end) for each dimension. replica: which of the parameter's copies it belongs to.
+    replica: which of the parameter's copies the box belongs to.
     """
 
     rank: int
-    bounds: tuple[tuple[int, int], ...]
+    box: Box
     replica: tuple[int, ...]
 
 
-class _Part(NamedTuple):
-    """A rectangle of one matrix on the rank `holder`, which the rank `owner` computes.
+class Transfer(NamedTuple):
+    """A box of one matrix on the rank `holder`, which the rank `owner` computes.
 
     parameter: index of the parameter. matrix: index in its stack; 0 without a stack.
-    is_sent: the holder sends the part to the owner. All other holders have copies of it.
-    rows, columns: of the matrix.
-    position: index of the matrix in the holder's shard; None without a stack.
+    is_sent: the holder sends the box to the owner. All other holders have copies of it.
+    boxes: from the holder's shard to the matrix.
     """
 
     parameter: int
@@ -49,18 +49,7 @@ class _Part(NamedTuple):
     owner: int
     holder: int
     is_sent: bool
-    rows: slice
-    columns: slice
-    position: int | None
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        rows, columns = self.rows, self.columns
-        return rows.stop - rows.start, columns.stop - columns.start
-
-    def of_shard(self, shard: Tensor) -> Tensor:
-        """Return the view of the part in the holder's shard."""
-        return shard if self.position is None else shard[self.position]
+    boxes: BoxPair
 
 
 class MatrixOwners:
@@ -84,24 +73,27 @@ class MatrixOwners:
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._rank = 0 if group is None else dist.get_rank()
         self._shapes = [tuple(parameter.shape[-2:]) for parameter in parameters]
-        shards = _find_shards(parameters)
+        holders = _find_holders(parameters)
         loads: dict[int, float] = defaultdict(float)
         matrices = [
             (_cost(parameter.shape), i, matrix)
             for i, parameter in enumerate(parameters)
             for matrix in range(parameter.shape[0] if parameter.ndim == 3 else 1)
-            if shards[i]
+            if holders[i]
         ]
         # The longest computations first, each for the rank with the least to do (LPT rule, Graham
         # 1969).
         matrices.sort(key=lambda each: (-each[0], *each[1:]))
-        parts: dict[tuple[int, int], list[_Part]] = {}
+        transfers: dict[tuple[int, int], list[Transfer]] = {}
         for cost, i, matrix in matrices:
-            parts[i, matrix] = _parts_of(i, matrix, self._shapes[i], shards[i], loads)
-            loads[parts[i, matrix][0].owner] += cost
-        shared = {i for (i, _), each in parts.items() if len(each) > 1}
+            each = _plan_transfers(i, matrix, parameters[i].shape, holders[i], loads)
+            transfers[i, matrix] = each
+            loads[each[0].owner] += cost
+        shared = {i for (i, _), each in transfers.items() if len(each) > 1}
         self.is_local = [i not in shared for i in range(len(parameters))]
-        self._parts = [part for key in sorted(parts) if key[0] in shared for part in parts[key]]
+        self._transfers = [
+            transfer for key in sorted(transfers) if key[0] in shared for transfer in transfers[key]
+        ]
 
     def compute(
         self, shards: dict[int, Tensor], function: Callable[[Tensor], Tensor], like: Tensor
@@ -115,40 +107,44 @@ class MatrixOwners:
         """
         if self._group is None:
             return {}
-        owned = [part for part in self._parts if part.owner == self._rank]
-        held = [part for part in self._parts if part.holder == self._rank]
-        arriving = [part for part in owned if part.is_sent]
+        owned = [each for each in self._transfers if each.owner == self._rank]
+        held = [each for each in self._transfers if each.holder == self._rank]
+        arriving = [each for each in owned if each.is_sent]
         received = self._exchange(
-            [(each.owner, each.of_shard(shards[each.parameter])) for each in held if each.is_sent],
-            [(each.holder, each.shape) for each in arriving],
+            [
+                (each.owner, each.boxes.view(shards[each.parameter]))
+                for each in held
+                if each.is_sent
+            ],
+            [(each.holder, sizes_of(each.boxes.target)) for each in arriving],
             like,
         )
         matrices = {
             (each.parameter, each.matrix): like.new_empty(self._shapes[each.parameter])
             for each in arriving
         }
-        for part, values in zip(arriving, received, strict=True):
-            matrices[part.parameter, part.matrix][part.rows, part.columns] = values
+        for each, values in zip(arriving, received, strict=True):
+            matrices[each.parameter, each.matrix][slices(each.boxes.target)] = values
         del received
         for key in matrices:
             matrices[key] = function(matrices[key])
         returned = self._exchange(
             [
-                (each.holder, matrices[each.parameter, each.matrix][each.rows, each.columns])
+                (each.holder, matrices[each.parameter, each.matrix][slices(each.boxes.target)])
                 for each in owned
             ],
-            [(each.owner, each.shape) for each in held],
+            [(each.owner, sizes_of(each.boxes.target)) for each in held],
             like,
         )
         results = {i: torch.empty_like(shard) for i, shard in shards.items()}
-        for part, values in zip(held, returned, strict=True):
-            part.of_shard(results[part.parameter]).copy_(values)
+        for each, values in zip(held, returned, strict=True):
+            each.boxes.view(results[each.parameter]).copy_(values)
         return results
 
     def _exchange(
         self,
         sent: list[tuple[int, Tensor]],
-        expected: list[tuple[int, tuple[int, int]]],
+        expected: list[tuple[int, Shape]],
         like: Tensor,
     ) -> list[Tensor]:
         """Send each tensor to its rank; return tensors of the expected shapes from their ranks.
@@ -182,10 +178,10 @@ def _cost(shape: Sequence[int]) -> float:
     return float(m * m * (4 * n + 2 * m))
 
 
-def _find_shards(parameters: Sequence[Any]) -> list[list[_Shard]]:
-    """Return the shards of each parameter on all ranks of its mesh; none of a plain tensor."""
-    known: dict[Any, list[_Shard]] = {}  # layers have equal shapes and placements
-    found: list[list[_Shard]] = []
+def _find_holders(parameters: Sequence[Any]) -> list[list[Holder]]:
+    """Return the holders of each parameter among the ranks of its mesh; none of a plain tensor."""
+    known: dict[Any, list[Holder]] = {}  # layers have equal shapes and placements
+    found: list[list[Holder]] = []
     for parameter in parameters:
         if not hasattr(parameter, "placements"):
             found.append([])
@@ -194,66 +190,53 @@ def _find_shards(parameters: Sequence[Any]) -> list[list[_Shard]]:
         if key not in known:
             mesh = parameter.device_mesh.mesh
             known[key] = [
-                shard
+                holder
                 for coordinate in itertools.product(*map(range, mesh.shape))
-                if (shard := _shard_at(parameter, coordinate, int(mesh[coordinate])))
+                if (holder := _holder_at(parameter, coordinate, int(mesh[coordinate])))
             ]
         found.append(known[key])
     return found
 
 
-def _shard_at(parameter: Any, coordinate: tuple[int, ...], rank: int) -> _Shard | None:
-    """Return the shard of a DTensor on one rank of its mesh; None if it is empty."""
-    bounds = []
-    for indices in shard_positions(parameter, coordinate):
-        if not indices.numel():
-            return None
-        first, end = int(indices[0]), int(indices[-1]) + 1
-        if end - first != indices.numel():
-            raise ValueError(
-                f"The shard of a parameter {tuple(parameter.shape)} placed as "
-                f"{parameter.placements} has gaps. Expected a rectangle: choose sizes of the model "
-                "that the degrees of parallelism divide"
-            )
-        bounds.append((first, end))
+def _holder_at(parameter: Any, coordinate: tuple[int, ...], rank: int) -> Holder | None:
+    """Return the holder at a coordinate of a DTensor's mesh; None if its shard is empty."""
+    boxes = shard_boxes(parameter, coordinate)
+    if not boxes:
+        return None
+    if len(boxes) > 1:
+        raise ValueError(
+            f"The shard of a parameter {tuple(parameter.shape)} placed as "
+            f"{parameter.placements} has gaps. Expected a rectangle: choose sizes of the model "
+            "that the degrees of parallelism divide"
+        )
     replica = tuple(
         index
         for index, placement in zip(coordinate, parameter.placements, strict=True)
         if placement.is_replicate()
     )
-    return _Shard(rank, tuple(bounds), replica)
+    return Holder(rank, boxes[0], replica)
 
 
-def _parts_of(
+def _plan_transfers(
     parameter: int,
     matrix: int,
     shape: Sequence[int],
-    shards: list[_Shard],
+    holders: list[Holder],
     loads: dict[int, float],
-) -> list[_Part]:
-    """Choose the owner of a matrix, and return the parts of all ranks.
+) -> list[Transfer]:
+    """Choose the owner of a matrix, and return the transfers of all its holders.
 
-    loads: what each rank computes already. A rank that holds the whole matrix is preferred: it
-    needs no parts of other ranks.
+    shape: of the parameter. loads: what each rank computes already. A rank that holds the whole
+    matrix is preferred: it needs no values of other ranks.
     """
-    holders = [
-        shard
-        for shard in shards
-        if len(shard.bounds) == 2 or shard.bounds[0][0] <= matrix < shard.bounds[0][1]
-    ]
-    whole = tuple((0, size) for size in shape)
-    candidates = [shard for shard in holders if shard.bounds[-2:] == whole] or holders
-    owner = min(candidates, key=lambda shard: (loads[shard.rank], shard.rank))
+    rows_and_columns = whole(shape[-2:])
+    stack_index = ((matrix, 1, 1),) if len(shape) == 3 else ()
+    pair = BoxPair((*stack_index, *rows_and_columns), rows_and_columns)
+    parts = [(each, boxes) for each in holders if (boxes := pair.within_source(each.box))]
+    candidates = [each for each, boxes in parts if boxes.target == rows_and_columns]
+    candidates = candidates or [each for each, _ in parts]
+    owner = min(candidates, key=lambda each: (loads[each.rank], each.rank))
     return [
-        _Part(
-            parameter,
-            matrix,
-            owner.rank,
-            shard.rank,
-            shard.replica == owner.replica,
-            slice(*shard.bounds[-2]),
-            slice(*shard.bounds[-1]),
-            matrix - shard.bounds[0][0] if len(shard.bounds) == 3 else None,
-        )
-        for shard in holders
+        Transfer(parameter, matrix, owner.rank, each.rank, each.replica == owner.replica, boxes)
+        for each, boxes in parts
     ]

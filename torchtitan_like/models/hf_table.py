@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+from torchtitan_like.util.boxes import Box, BoxPair, Shape, Span, whole
+
 Table = tuple[tuple[str, str], ...]
-Shape = tuple[int, ...]
-Span = tuple[int, int, int]  # (start, count, step) along one dimension
-Box = tuple[Span, ...]  # a span for every dimension
 
 
 @dataclass(frozen=True)
@@ -89,6 +88,11 @@ class Link(NamedTuple):
     external_box: Box
     transposed: bool
 
+    @property
+    def boxes(self) -> BoxPair:
+        """Both boxes, from native to external."""
+        return BoxPair(self.native_box, self.external_box, self.transposed)
+
 
 def links(rows: Rows, shapes: Mapping[str, Shape], tied: Table = ()) -> list[Link]:
     """Return links that cover every element of all native and external tensors exactly once.
@@ -150,11 +154,6 @@ def count_named(rows: Rows, names: Iterable[str]) -> int:
     return sum(pattern.fullmatch(name) is not None for name in names)
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """Return the box as the index of an array."""
-    return tuple(slice(start, start + count * step, step) for start, count, step in box)
-
-
 def _as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
@@ -179,7 +178,7 @@ def _links_of(
     names = _as_tuple(row.external)
     for index, native, (start, count, step) in _spans(row, name, shape):
         for e in range(shape[0]) if row.is_stacked else (0,):
-            native_box, external_box = [(0, n, 1) for n in shape], [(0, n, 1) for n in shape]
+            native_box, external_box = list(whole(shape)), list(whole(shape))
             if shape:
                 native_box[row.axis] = native
                 external_box[row.axis] = (start * stride + offset, count, step * stride)

@@ -1,12 +1,15 @@
-"""The shard of a full tensor that a rank holds: its elements, and their positions."""
+"""The shard of a full tensor that a rank holds: its elements, their positions, and their boxes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from torchtitan_like.util.boxes import Box, Span, slices
 
 
 def local_shard(tensor: Any) -> Tensor:
@@ -48,3 +51,37 @@ def shard_positions(tensor: Any, coordinate: Sequence[int]) -> list[Tensor]:
         )
         positions[placement.dim] = shards[coordinate[mesh_dim]]
     return [indices.flatten() for indices in positions]
+
+
+def local_boxes(tensor: Any) -> list[tuple[Box, Tensor]]:
+    """Return the boxes of the full tensor that this rank holds, each with a view of its memory.
+
+    A plain tensor is one box. Uneven and strided shards of a DTensor are exact. All steps are 1.
+    """
+    local = local_shard(tensor)
+    if not local.numel():  # a rank may have no rows, or may not be part of the mesh
+        return []
+    dims = [_runs(positions) for positions in local_positions(tensor)]
+    offsets = [[sum(n for _, n, _ in runs[:i]) for i in range(len(runs))] for runs in dims]
+    boxes = []
+    for indices in product(*(range(len(runs)) for runs in dims)):
+        box = tuple(runs[i] for runs, i in zip(dims, indices, strict=True))
+        local_box = tuple(
+            (starts[i], n, 1) for starts, i, (_, n, _) in zip(offsets, indices, box, strict=True)
+        )
+        boxes.append((box, local[slices(local_box)]))
+    return boxes
+
+
+def shard_boxes(tensor: Any, coordinate: Sequence[int]) -> list[Box]:
+    """Return the boxes of the full tensor that the rank at `coordinate` of its mesh holds."""
+    return list(product(*map(_runs, shard_positions(tensor, coordinate))))
+
+
+def _runs(positions: Tensor) -> list[Span]:
+    """Group positions into runs of neighbors; no run if there are no positions."""
+    if not len(positions):
+        return []
+    starts = [0, *(1 + (positions.diff() != 1).nonzero().flatten()).tolist()]
+    ends = [*starts[1:], len(positions)]
+    return [(int(positions[i]), end - i, 1) for i, end in zip(starts, ends, strict=True)]

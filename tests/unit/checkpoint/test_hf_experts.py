@@ -6,11 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.harness.hf_weights import to_external
+from tests.harness.hf_weights import load_hf, to_external
 from tests.unit.checkpoint.test_hf_load import quantize
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.cli import main
 from torchtitan_like.distributed.initialize import initialize, materialize

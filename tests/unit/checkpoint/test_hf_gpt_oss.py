@@ -9,8 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.harness.family import Family
 from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.hf import mxfp4, reads, safetensors_source
+from torchtitan_like.checkpoint.hf import load as hf_load
+from torchtitan_like.checkpoint.hf import quantized, safetensors_source
 from torchtitan_like.checkpoint.hf.load import config_differences
+from torchtitan_like.checkpoint.source import Read
 from torchtitan_like.models import resolve_args
 from torchtitan_like.models.hf_table import Row, links
 
@@ -95,7 +97,7 @@ def quantized_files(folder, args, model):
 def test_mxfp4_weights_equal_transformers(tmp_path, monkeypatch, max_elements):
     """All 4-bit values, and scales from the smallest to the largest; in one box and in many."""
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
-    monkeypatch.setattr(reads, "MAX_ELEMENTS", max_elements)
+    monkeypatch.setattr(hf_load, "MAX_ELEMENTS", max_elements)
     args, model = build()
     stored = quantized_files(tmp_path, args, model)
     _, loaded_model = build(seed=1)
@@ -132,17 +134,17 @@ def test_a_read_of_some_blocks_reads_only_these(tmp_path, monkeypatch):
     source = safetensors_source.open_safetensors(tmp_path, quantized=True)
     name = "model.layers.0.mlp.experts.gate_up_proj"
     whole = torch.empty(3, 64, 192)
-    source.fill([reads.Read(name, ((0, 3, 1), (0, 64, 1), (0, 192, 1)), whole)])
+    source.fill([Read(name, ((0, 3, 1), (0, 64, 1), (0, 192, 1)), whole)])
     boxes = []
     read_box = safetensors_source.read_box
 
-    def traced_read_box(file, stored, box):
+    def traced_read_box(file, chunk, dtype, box):
         boxes.append(box)
-        return read_box(file, stored, box)
+        return read_box(file, chunk, dtype, box)
 
     monkeypatch.setattr(safetensors_source, "read_box", traced_read_box)
     part = torch.empty(1, 10, 4)
-    source.fill([reads.Read(name, ((1, 1, 1), (40, 10, 1), (7, 4, 2)), part)])
+    source.fill([Read(name, ((1, 1, 1), (40, 10, 1), (7, 4, 2)), part)])
     assert torch.equal(part, whole[1:2, 40:50, 7:14:2])
     assert boxes == [
         ((1, 1, 1), (7, 7, 1), (1, 1, 1)),
@@ -153,7 +155,7 @@ def test_a_read_of_some_blocks_reads_only_these(tmp_path, monkeypatch):
 def test_values_of_one_block():
     values = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
     blocks = torch.tensor([i + 16 * ((i + 1) % 16) for i in range(16)], dtype=torch.uint8)
-    actual = mxfp4.dequantize(blocks[None], torch.tensor([128], dtype=torch.uint8))
+    actual = quantized.dequantize(blocks[None], torch.tensor([128], dtype=torch.uint8))
     expected = [2 * values[i % 16] for n in range(16) for i in (n, n + 1)]
     assert actual.tolist() == expected
 

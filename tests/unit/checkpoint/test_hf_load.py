@@ -12,15 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from tests.harness.hf_weights import to_external, unpermute_rows
+from tests.harness.hf_weights import (
+    load_hf,
+    load_meta,
+    load_torchtitan,
+    to_external,
+    unpermute_rows,
+)
+from torchtitan_like.checkpoint.dcp_metadata import Chunk
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, with_checkpoint_errors
-from torchtitan_like.checkpoint.hf import reads
-from torchtitan_like.checkpoint.hf.foreign import load_meta, load_torchtitan
-from torchtitan_like.checkpoint.hf.load import load_hf
-from torchtitan_like.checkpoint.hf.safetensors_source import StoredTensor, read_box
+from torchtitan_like.checkpoint.hf import load as hf_load
+from torchtitan_like.checkpoint.hf.safetensors_source import read_box
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.hf_table import Row, links, slices
+from torchtitan_like.models.hf_table import Row, links
+from torchtitan_like.util.boxes import slices, whole
 
 LLAMA = get_spec("llama3")
 SMALL = {
@@ -118,7 +124,7 @@ def test_a_directory_fills_the_tensors_in_place(tmp_path, state, files, index):
 
 
 def test_large_tensors_are_read_in_parts(tmp_path, state, monkeypatch):
-    monkeypatch.setattr(reads, "MAX_ELEMENTS", 3)
+    monkeypatch.setattr(hf_load, "MAX_ELEMENTS", 3)
     loaded = empty(state)
     load(write(tmp_path / "hf", state), loaded)
     assert_equal(loaded, state)
@@ -232,7 +238,7 @@ def test_any_rectangle_of_a_stored_tensor_is_read(tmp_path_factory, shape_and_bo
     path = tmp_path_factory.getbasetemp() / "numbers"
     path.write_bytes(b"\xff" * 5 + stored.numpy().tobytes())
     with open(path, "rb", buffering=0) as file:
-        actual = read_box(file, StoredTensor(shape, torch.int16, "numbers", 5), box)
+        actual = read_box(file, Chunk((), shape, "numbers", 5, 0), torch.int16, box)
     assert torch.equal(actual, stored[slices(box)])
 
 
@@ -279,7 +285,7 @@ FP8_ROWS = (("w", "q.weight"), ("norm", "norm.weight"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("max_elements", [1, 10_000])
 def test_float8_blocks_are_dequantized_in_float32(quantized, monkeypatch, dtype, max_elements):
-    monkeypatch.setattr(reads, "MAX_ELEMENTS", max_elements)
+    monkeypatch.setattr(hf_load, "MAX_ELEMENTS", max_elements)
     folder, _, reference = quantized
     loaded = {"w": torch.empty(10, 7, dtype=dtype), "norm": torch.empty(7)}
     report = load(folder, loaded, quantized=True, rows=FP8_ROWS)
@@ -424,7 +430,7 @@ def test_a_file_that_ends_while_it_is_read_is_damage(tmp_path):
         open(tmp_path / "numbers", "rb", buffering=0) as file,
         pytest.raises(DamagedError, match="ends at byte 10"),
     ):
-        read_box(file, StoredTensor((2, 4), torch.int16, "numbers", 0), ((0, 2, 1), (0, 4, 1)))
+        read_box(file, Chunk((), (2, 4), "numbers", 0, 16), torch.int16, whole((2, 4)))
 
 
 def test_an_empty_folder_is_not_a_checkpoint(tmp_path):

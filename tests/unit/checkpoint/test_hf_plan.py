@@ -15,12 +15,10 @@ from safetensors.torch import load_file, save_file
 from tests.harness.hf_weights import to_external
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.hf import plan
-from torchtitan_like.checkpoint.hf.boxes import rectangles
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.plan import (
     ShardInfo,
     assign_extents,
-    check_coverage,
     group_by_file,
     group_by_size,
     lay_out_files,
@@ -34,8 +32,10 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     read_header,
     render_index,
 )
+from torchtitan_like.checkpoint.source import check_coverage
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import Row, links
+from torchtitan_like.util.boxes import rectangles, slices
 from torchtitan_like.util.extents import EXTENT
 
 MIXED = [
@@ -145,11 +145,7 @@ def test_a_range_of_elements_becomes_a_few_rectangles(shape, data):
     high = data.draw(st.integers(low, total))
     numbers = torch.arange(total).view(shape)
     parts = rectangles(tuple(shape), low, high)
-    covered = [
-        n
-        for bounds in parts
-        for n in numbers[tuple(slice(a, b) for a, b in bounds)].flatten().tolist()
-    ]
+    covered = [n for bounds in parts for n in numbers[slices(bounds)].flatten().tolist()]
     assert covered == list(range(low, high))
     assert len(parts) <= max(1, 2 * len(shape) - 1)
 
@@ -206,7 +202,7 @@ def execute(files, targets, shards, holder_of):
     for copy in plan_copies(files, targets, holder_of):
         f, k = copy.extent
         extent = content[f][k * plan.EXTENT : (k + 1) * plan.EXTENT]
-        copy.write(extent, copy.read(shards[copy.shard]))
+        copy.write(extent, copy.boxes.view(shards[copy.part.shard]))
     return content
 
 

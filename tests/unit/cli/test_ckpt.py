@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.checkpoint.tools.verify import ProgressMeter
 from torchtitan_like.cli import executable_commands, main, parse
 from torchtitan_like.cli.common import run_path, step_path, steps_path
@@ -263,7 +263,7 @@ def test_diff_reports_settings_names_shapes_and_numbers(
     config = json.loads((step / "manifest.json").read_text())["config"].replace(
         "n_layers = 2", "n_layers = 3"
     )
-    state: dict[str, Any] = open_contents(step).read_all()
+    state: dict[str, Any] = open_checkpoint(step).read_all()
     state["model.norm.weight"][3] += 0.5
     state["model.output.weight"] = state["model.output.weight"].bfloat16()
     write_step(other, state | {"model.new": torch.zeros(1)}, config)
@@ -339,10 +339,10 @@ def test_a_tied_weight_is_converted_once(
     assert (
         run(capsys, "export", tmp_path / "hf", tmp_path / "back", "--to", "native", *config)[0] == 0
     )
-    weights = open_contents(tmp_path / "back").read_all()
+    weights = open_checkpoint(tmp_path / "back").read_all()
     assert "model.output.weight" not in weights
     assert all(
-        torch.equal(tensor, open_contents(step).read(name)) for name, tensor in weights.items()
+        torch.equal(tensor, open_checkpoint(step).read(name)) for name, tensor in weights.items()
     )
 
 
@@ -467,7 +467,7 @@ def test_tensors_of_a_wider_dtype_keep_their_precision(
     assert (
         run(capsys, "export", tmp_path / "hf", tmp_path / "out", "--to", "native", *config)[0] == 0
     )
-    after, before = open_contents(tmp_path / "out"), open_contents(step)
+    after, before = open_checkpoint(tmp_path / "out"), open_checkpoint(step)
     assert torch.equal(after.read("model.norm.weight"), before.read("model.norm.weight") + 1e-4)
     assert torch.equal(
         after.read("model.output.weight"), before.read("model.output.weight").bfloat16().float()

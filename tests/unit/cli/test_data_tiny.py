@@ -23,7 +23,7 @@ from tokenizers import (
 
 from tests.unit.data.test_documents import write_table
 from torchtitan_like.checkpoint.tools.compare import tensor_difference
-from torchtitan_like.checkpoint.tools.contents import open_contents
+from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.text import documents
@@ -270,11 +270,11 @@ def test_transformers_loads_a_tiny_model_of_the_family(
     assert 5 < loss < 15, "an untrained model: log 2048 = 7.6"
     # step-0 has the same weights as a native checkpoint.
     step = tmp_path / "one/step-0"
-    native = open_contents(step)
+    native = open_checkpoint(step)
     assert (
         native.format == "native"
         and native.manifest["kind"] == "weights"
-        and len(native.tensors) > 20
+        and len(native.stored) > 20
     )
     embedding = model.get_input_embeddings().weight.detach()
     assert tensor_difference(native.read("model.tok_embeddings.weight"), embedding) is None

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.harness.hf_weights import load_hf
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.folder import write_model
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from tests.harness.hf_weights import permute_rows, to_external, to_native
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.hf_table import Link, Row, external_shapes, links, slices
+from torchtitan_like.models.hf_table import Link, Row, external_shapes, links
+from torchtitan_like.util.boxes import slices
 
 LLAMA = get_spec("llama3")
 SMALL = {

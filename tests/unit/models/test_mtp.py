@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from tests.harness.hf_weights import load_hf
 from tests.unit.models.test_deepseek_v3 import DEEPSEEK, SIGMOID, build, perturb, some_tokens
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.checkpoint.hf.load import config_differences, load_hf
+from torchtitan_like.checkpoint.hf.load import config_differences
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.inference.generation import Sampling, generate

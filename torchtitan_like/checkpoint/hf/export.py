@@ -22,10 +22,10 @@ from torch import Tensor
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
-    ExtentCopy,
+    Copy,
     ExtentId,
+    HeldBoxes,
     OutputTensor,
-    Overlap,
     ShardInfo,
     ShardKey,
     assign_extents,
@@ -147,21 +147,17 @@ class _Exchange:
             if owner == rank:
                 self._own_extents[round_of[extent]].append(extent)
         self._num_rounds = max(round_of.values()) + 1
-        self._copies: dict[ExtentId, list[ExtentCopy]] = defaultdict(list)
+        self._copies: dict[ExtentId, list[Copy]] = defaultdict(list)
         # Round -> peer -> copies.
-        self._outgoing: dict[int, dict[int, list[ExtentCopy]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
-        self._incoming: dict[int, dict[int, list[ExtentCopy]]] = defaultdict(
-            lambda: defaultdict(list)
-        )
+        self._outgoing: dict[int, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
+        self._incoming: dict[int, dict[int, list[Copy]]] = defaultdict(lambda: defaultdict(list))
 
-        def choose_sender(extent: ExtentId, overlap: Overlap) -> int | None:
+        def choose_sender(extent: ExtentId, part: HeldBoxes) -> int | None:
             owner = owners[extent]
-            if owner in overlap.holders:
+            if owner in part.holders:
                 sender = owner
             else:
-                sender = overlap.holders[extent[1] % len(overlap.holders)]
+                sender = part.holders[extent[1] % len(part.holders)]
             return sender if rank in (owner, sender) else None
 
         for copy in plan_copies(files, outputs, choose_sender):
@@ -175,7 +171,7 @@ class _Exchange:
                 self._incoming[number][copy.holder].append(copy)
         self._posted: dict[int, list[Any]] = {}
         self._messages: dict[tuple[int, int], Tensor] = {}  # (round, peer) -> received bytes
-        self._received: dict[ExtentCopy, Tensor] = {}
+        self._received: dict[Copy, Tensor] = {}
         self._failure: Exception | None = None
 
     def run(self, output: Output) -> None:
@@ -203,10 +199,15 @@ class _Exchange:
                 self._complete(number)
             raise
 
-    def _values(self, copy: ExtentCopy) -> Tensor:
+    def _values(self, copy: Copy) -> Tensor:
         if copy.holder != self._rank:
             return self._received[copy]
-        return copy.read(self._views[copy.shard])
+        return self._read(copy)
+
+    def _read(self, copy: Copy) -> Tensor:
+        """Return the values as a view of this rank's memory."""
+        view: Tensor = copy.boxes.view(self._views[copy.part.shard])
+        return view
 
     def _exchange(self, number: int) -> None:
         """Receive this round's messages. Post the next round's to overlap them with writing."""
@@ -224,7 +225,7 @@ class _Exchange:
             message = torch.empty(_message_bytes(copies), dtype=torch.uint8)
             try:
                 for copy, values in zip(copies, _unpack(message, copies), strict=True):
-                    values.copy_(copy.read(self._views[copy.shard]))
+                    values.copy_(self._read(copy))
             except RuntimeError as error:  # send anyway: the peer waits for a message
                 self._failure = error
             works.append((dist.isend(message, group=group, group_dst=peer, tag=number), message))
@@ -238,17 +239,17 @@ class _Exchange:
             work.wait()
 
 
-def _message_bytes(copies: Sequence[ExtentCopy]) -> int:
+def _message_bytes(copies: Sequence[Copy]) -> int:
     return sum(-(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT for copy in copies)
 
 
-def _unpack(message: Tensor, copies: Sequence[ExtentCopy]) -> list[Tensor]:
+def _unpack(message: Tensor, copies: Sequence[Copy]) -> list[Tensor]:
     """Return a view of each copy's values in a message, in the file's dtype and shape."""
     values = []
     start = 0
     for copy in copies:
         data = message[start : start + copy.nbytes]
-        values.append(data.view(DTYPES[copy.dtype]).view(copy.shape))
+        values.append(data.view(DTYPES[copy.entry.dtype]).view(copy.shape))
         start += -(-copy.nbytes // _ALIGNMENT) * _ALIGNMENT
     return values
 

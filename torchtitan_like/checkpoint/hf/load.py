@@ -8,28 +8,28 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from torchtitan_like.checkpoint.errors import DamagedError, SettingsError
-from torchtitan_like.checkpoint.hf.boxes import local_boxes
-from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo, plan_reads
+from torchtitan_like.checkpoint.source import Read, Source, TensorInfo
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import (
     Link,
     Rows,
-    Shape,
     Table,
-    count_named,
     external_shapes,
     links,
 )
+from torchtitan_like.util.boxes import Shape, sizes_of, whole
 from torchtitan_like.util.reading import read_json
+from torchtitan_like.util.shards import local_boxes
 
 logger = logging.getLogger()
 
@@ -48,17 +48,9 @@ _DEFAULTS = {"rope_theta": 10000.0, "rope_scaling": None, "rms_norm_eps": 1e-6}
 COMPUTED = ("*rotary_emb.inv_freq", "rope.freqs", "freqs_cis")
 
 
-class Source(Protocol):
-    """Stored tensors of another format, by their external names."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def stored(self) -> Mapping[str, TensorInfo]: ...
-
-    def fill(self, reads: Iterable[Read]) -> None:
-        """Copy the box of each read into its target. Raises DamagedError if bytes are missing."""
+# Number of elements read, converted, and copied at a time. It bounds the memory that loading needs
+# in addition to the model.
+MAX_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -108,32 +100,6 @@ class LoadReport:
         unread = f"; not used: {_summarize(self.unused)}" if self.unused else ""
         converted = f" ({changes})" if changes else ""
         return f"Read {len(self.used)} tensors of {self.path}{converted}{unread}"
-
-
-def load_hf(
-    folder: Path,
-    tensors: Mapping[str, Any],
-    *,
-    rows: Rows,
-    tied: Table,
-    quantized: bool,
-    group: HostGroup,
-    alternative_rows: Rows | None = None,
-    unread: tuple[str, ...] = (),
-) -> LoadReport:
-    """Load a directory of safetensors files into `tensors`, as `load_weights` does.
-
-    alternative_rows: rows for files of another layout, used if they name more stored tensors.
-    quantized: the weights are float8 or MXFP4 with a scale for each block. They are dequantized in
-        float32.
-    Raises CheckpointError if the files are quantized and `quantized` is False, or the reverse.
-    """
-    from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
-
-    source = group.run_on_leader(lambda: open_safetensors(folder, quantized=quantized))
-    if alternative_rows is not None:
-        rows = max(rows, alternative_rows, key=lambda table: count_named(table, source.stored))
-    return load_weights(source, tensors, rows=rows, tied=tied, group=group, unread=unread)
 
 
 def config_differences(
@@ -235,6 +201,28 @@ def load_weights(
     group.run_on_all(lambda: _check_ties(source, pairs))
     logger.info(report)
     return report
+
+
+def plan_reads(table: Iterable[Link], tensors: Mapping[str, Any]) -> Iterator[Read]:
+    """Yield the reads that fill this rank's `tensors` (native names), at most MAX_ELEMENTS each."""
+    for name, group in groupby(table, key=lambda link: link.native):
+        shards = local_boxes(tensors[name])
+        for link in group:
+            for shard_box, view in shards:
+                if boxes := link.boxes.within_source(shard_box):
+                    yield from _split(Read(link.external, boxes.target, boxes.view(view)))
+
+
+def _split(read: Read) -> Iterator[Read]:
+    """Split a read along its first dimensions, so that the parts stay as contiguous as possible."""
+    if read.target.numel() <= MAX_ELEMENTS:
+        yield read
+        return
+    sizes = sizes_of(read.box)
+    dim = next(d for d, count in enumerate(sizes) if count > 1)
+    half = sizes[dim] // 2
+    for span in ((0, half, 1), (half, sizes[dim] - half, 1)):
+        yield from _split(read.part((*whole(sizes[:dim]), span, *whole(sizes[dim + 1 :]))))
 
 
 def _is_stored(source: Source, rows: Rows, name: str, shape: Shape) -> bool:

@@ -52,10 +52,15 @@ class Output:
     def create(self, own_extents: Iterable[ExtentId]) -> None:
         """Create the files on rank 0 in full size, then open the files of this rank's extents.
 
-        Raises CheckpointError on all ranks if a file exists.
+        Raises CheckpointError on all ranks if a file exists, or a rank cannot open one.
         """
         self._group.run_on_leader(self._create)
-        self._group.run_on_all(lambda: self._open_all({f for f, _ in own_extents}))
+        try:
+            self._group.run_on_all(lambda: self._open_all({f for f, _ in own_extents}))
+        except CheckpointError:
+            if self._group.rank == 0:
+                self.remove()
+            raise
 
     def _create(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)

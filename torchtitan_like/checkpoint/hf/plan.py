@@ -6,16 +6,16 @@ Every rank computes the same plan from the descriptions of all shards::
     ShardInfo ---------------> Link ------------------> OutputTensor -----------> FileLayout
     name, boxes per holder     native -> external box   dtype, shape, overlaps    header, extents
              |                     |                                                |
-             +------ Overlap ------+                                                |
-               rectangle of an output tensor, its holders,                          |
-               and its box in their shard                                           |
+             +----- HeldBoxes -----+                                                |
+               box of an output tensor, its holders,                                |
+               and the same values' box in their shard                              |
                         |                                                           |
-                        +-------------------- ExtentCopy ---------------------------+
-                          rectangle of one overlap in one extent: the unit that
-                          a rank reads from its shard, sends, and writes
+                        +----------------------- Copy ------------------------------+
+                          the part in one extent: the unit that a rank reads
+                          from its shard, sends, and writes
 
-A *holder* has the values of a shard. In an export it is a rank; in a consolidation it is the number
-of a shard file. Files are divided into extents of 4 MiB. One rank writes each extent, once.
+A *holder* is a rank that has the values of a shard. Files are divided into extents of 4 MiB. One
+rank writes each extent, once.
 """
 
 from __future__ import annotations
@@ -27,20 +27,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.hf.boxes import (
-    Range,
-    contiguous_strides,
-    crop,
-    intersect,
-    local_boxes,
-    overlap,
-    rectangles,
-)
 from torchtitan_like.checkpoint.hf.safetensors_file import (
     DTYPES,
     Entry,
@@ -49,10 +39,20 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     file_names,
     lay_out,
 )
-from torchtitan_like.models.hf_table import Box, Rows, Shape, Table, external_shapes, links, slices
+from torchtitan_like.checkpoint.source import check_coverage
+from torchtitan_like.models.hf_table import Rows, Table, external_shapes, links
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.boxes import (
+    Box,
+    BoxPair,
+    Shape,
+    contiguous_strides,
+    element_range,
+    rectangles,
+    sizes_of,
+)
 from torchtitan_like.util.extents import EXTENT
-from torchtitan_like.util.shards import local_shard
+from torchtitan_like.util.shards import local_boxes
 
 ExtentId = tuple[int, int]  # (number of the file, number of the extent in the file)
 ShardKey = tuple[str, Box]  # name of a native tensor, and the holder's box of it
@@ -75,58 +75,57 @@ class TensorShards(NamedTuple):
     holders: dict[Box, tuple[int, ...]]
 
 
-class Overlap(NamedTuple):
-    """The intersection of an output tensor and a shard. `local_box` is relative to the shard."""
+class HeldBoxes(NamedTuple):
+    """A box of an output tensor, and the box of a shard with the same values.
 
-    box: Box
-    holders: tuple[int, ...]
+    boxes: from the shard to the output tensor.
+    """
+
+    boxes: BoxPair
     shard: ShardKey
-    local_box: Box
-    transposed: bool  # the last two dimensions are swapped between `box` and `local_box`
+    holders: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """A tensor of the output, and the overlaps that fill it."""
+    """A tensor of the output, and the boxes that fill it."""
 
     dtype: str
     shape: Shape
-    overlaps: list[Overlap]
+    parts: list[HeldBoxes]
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
-class ExtentCopy(NamedTuple):
-    """Copy `box` of `shard` to `offset` (bytes) of an extent, with `strides` between elements."""
+class Copy(NamedTuple):
+    """Copy a box of a shard, which `holder` has, to the part of `entry` that is in an extent."""
 
     extent: ExtentId
     holder: int
-    shard: ShardKey
-    box: Box
-    transposed: bool
-    dtype: str
-    shape: Shape
-    offset: int
-    strides: tuple[int, ...]  # elements
+    part: HeldBoxes
+    boxes: BoxPair
+    entry: Entry
+
+    @property
+    def shape(self) -> Shape:
+        return sizes_of(self.boxes.target)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
-
-    def read(self, shard: Tensor) -> Tensor:
-        """Return the rectangle as a view of the holder's memory."""
-        view = shard[slices(self.box)]
-        return (view.mT if self.transposed else view).reshape(self.shape)
+        return math.prod(self.shape) * DTYPES[self.entry.dtype].itemsize
 
     def write(self, extent: Tensor, values: Tensor) -> None:
         """Copy `values` into the extent, uint8 (bytes,), converted to the output's dtype."""
-        dtype = DTYPES[self.dtype]
-        steps = zip(self.shape, self.strides, strict=True)
-        length = 1 + sum((n - 1) * stride for n, stride in steps)
-        elements = extent[self.offset : self.offset + length * dtype.itemsize].view(dtype)
-        elements.as_strided(self.shape, self.strides).copy_(values)
+        dtype = DTYPES[self.entry.dtype]
+        target = self.boxes.target
+        first, end = element_range(target, self.entry.shape)
+        offset = self.entry.start - self.extent[1] * EXTENT
+        elements = extent[offset + first * dtype.itemsize : offset + end * dtype.itemsize]
+        strides = zip(target, contiguous_strides(self.entry.shape), strict=True)
+        steps = [step * stride for (_, _, step), stride in strides]
+        elements.view(dtype).as_strided(self.shape, steps).copy_(values)
 
 
 # ---- shards -> output tensors
@@ -146,8 +145,7 @@ def describe_shards(
             raise CheckpointError(
                 f"{name} is a DTensor of partial sums. Expected full values: reduce it first"
             )
-        # A rank may have no rows, or may not be part of the mesh.
-        boxes = local_boxes(tensor) if local_shard(tensor).numel() else []
+        boxes = local_boxes(tensor)
         code = dtype_code(tensor.dtype)
         infos.append(ShardInfo(name, code, tuple(tensor.shape), tuple(box for box, _ in boxes)))
         views |= {(name, box): view for box, view in boxes}
@@ -180,32 +178,6 @@ def merge_shards(
         name: TensorShards(info.dtype, info.shape, {box: tuple(h) for box, h in boxes.items()})
         for name, (info, boxes) in merged.items()
     }
-
-
-def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
-    """Raise CheckpointError unless `boxes` (steps of 1) cover every element exactly once."""
-    if 0 in shape:
-        return
-    boxes = list(boxes)
-    # The edges of all boxes divide the tensor into a grid of cells. Count the boxes on each cell.
-    edges = [
-        sorted({0, n} | {edge for b in boxes for edge in (b[d][0], b[d][0] + b[d][1])})
-        for d, n in enumerate(shape)
-    ]
-    cell_of = [{edge: i for i, edge in enumerate(dim)} for dim in edges]
-    counts = np.zeros([len(dim) - 1 for dim in edges], dtype=np.int32)
-    for box in boxes:
-        cells = zip(cell_of, box, strict=True)
-        counts[tuple(slice(index[start], index[start + n]) for index, (start, n, _) in cells)] += 1
-    wrong = np.argwhere(counts != 1)
-    if len(wrong):
-        bounds = [(dim[i], dim[i + 1]) for dim, i in zip(edges, wrong[0], strict=True)]
-        region = ", ".join(f"{low}:{high}" for low, high in bounds)
-        problem = "is missing" if counts[tuple(wrong[0])] == 0 else "is stored more than once"
-        raise CheckpointError(
-            f"{name}[{region}] {problem}. Expected shards that cover {name} {list(shape)} exactly "
-            "once: copy the missing shards, remove surplus ones"
-        )
 
 
 def plan_tensors(
@@ -241,10 +213,8 @@ def plan_tensors(
                 "one dtype: give a dtype for the export"
             )
         for shard_box, holders in source.holders.items():
-            if boxes := overlap(link, shard_box):
-                local, external = boxes
-                shard = (link.native, shard_box)
-                output.overlaps.append(Overlap(external, holders, shard, local, link.transposed))
+            if boxes := link.boxes.within_source(shard_box):
+                output.parts.append(HeldBoxes(boxes, (link.native, shard_box), holders))
     outputs |= {copy: outputs[name] for name, copy in copies if name in outputs}
     return {name: outputs[name] for name in sorted(outputs, key=natural_key)}
 
@@ -307,9 +277,8 @@ def assign_extents(
     Among ranks within 10 % of the largest share, the rank with the fewest extents is chosen.
     """
     num_bytes: dict[ExtentId, Counter[tuple[int, ...]]] = {e: Counter() for e in extents_of(files)}
-    for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, lambda e, part: True):
-        size = math.prod(end - first for first, end in ranges) * DTYPES[entry.dtype].itemsize
-        num_bytes[extent][part.holders] += size
+    for copy in plan_copies(files, outputs, lambda extent, part: part.holders[0]):
+        num_bytes[copy.extent][copy.part.holders] += copy.nbytes
     shares: dict[tuple[int, ...], list[ExtentId]] = defaultdict(list)
     for extent, sizes in num_bytes.items():
         most = max(sizes.values(), default=0)
@@ -327,62 +296,25 @@ def assign_extents(
 def plan_copies(
     files: Sequence[FileLayout],
     outputs: Mapping[str, OutputTensor],
-    choose_holder: Callable[[ExtentId, Overlap], int | None],
-) -> Iterator[ExtentCopy]:
+    choose_holder: Callable[[ExtentId, HeldBoxes], int | None],
+) -> Iterator[Copy]:
     """Yield the copies into all extents, in the same order on every rank.
 
-    choose_holder: returns the holder that provides an overlap for an extent; None skips the copy.
+    choose_holder: returns the holder that provides a box for an extent; None skips the copy.
     """
-
-    def is_needed(extent: ExtentId, part: Overlap) -> bool:
-        return choose_holder(extent, part) is not None
-
-    for extent, entry, part, ranges in _overlaps_by_extent(files, outputs, is_needed):
-        holder = choose_holder(extent, part)
-        assert holder is not None
-        box, strides = crop(part.box, ranges), contiguous_strides(entry.shape)
-        first = sum(span[0] * stride for span, stride in zip(box, strides, strict=True))
-        # A stacked native tensor has one more leading dimension than the output tensor.
-        leading = [(0, 1)] * (len(part.local_box) - len(box))
-        yield ExtentCopy(
-            extent,
-            holder,
-            part.shard,
-            crop(part.local_box, [*leading, *_swapped(ranges, part.transposed)]),
-            part.transposed,
-            entry.dtype,
-            tuple(count for _, count, _ in box),
-            entry.start + first * DTYPES[entry.dtype].itemsize - extent[1] * EXTENT,
-            tuple(step * stride for (_, _, step), stride in zip(box, strides, strict=True)),
-        )
-
-
-def _swapped(ranges: Sequence[Range], transposed: bool) -> Sequence[Range]:
-    return (*ranges[:-2], ranges[-1], ranges[-2]) if transposed else ranges
-
-
-def _overlaps_by_extent(
-    files: Sequence[FileLayout],
-    outputs: Mapping[str, OutputTensor],
-    is_needed: Callable[[ExtentId, Overlap], bool],
-) -> Iterator[tuple[ExtentId, Entry, Overlap, list[Range]]]:
-    """Yield the intersections of extents and overlaps, as ranges of the overlap's box."""
     for f, file in enumerate(files):
         for entry in file.entries:
-            width, strides = DTYPES[entry.dtype].itemsize, contiguous_strides(entry.shape)
-            for part in outputs[entry.name].overlaps:
-                spans = list(zip(part.box, strides, strict=True))
-                first = sum(start * stride for (start, _, _), stride in spans)
-                last = first + sum((n - 1) * step * stride for (_, n, step), stride in spans)
+            width = DTYPES[entry.dtype].itemsize
+            for part in outputs[entry.name].parts:
+                first, end = element_range(part.boxes.target, entry.shape)
                 first_extent = (entry.start + first * width) // EXTENT
-                last_extent = (entry.start + last * width) // EXTENT
+                last_extent = (entry.start + (end - 1) * width) // EXTENT
                 for k in range(first_extent, last_extent + 1):
-                    if not is_needed((f, k), part):
+                    holder = choose_holder((f, k), part)
+                    if holder is None:
                         continue
                     low = max(0, (k * EXTENT - entry.start) // width)
-                    end = min(entry.end, (k + 1) * EXTENT)
-                    high = (end - entry.start) // width
+                    high = (min(entry.end, (k + 1) * EXTENT) - entry.start) // width
                     for bounds in rectangles(entry.shape, low, high):
-                        ranges = intersect(part.box, bounds)
-                        if ranges is not None:
-                            yield (f, k), entry, part, ranges
+                        if boxes := part.boxes.within_target(bounds):
+                            yield Copy((f, k), holder, part, boxes, entry)

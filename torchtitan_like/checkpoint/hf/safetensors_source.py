@@ -5,171 +5,116 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from io import FileIO
-from itertools import groupby, product
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError, SettingsError
-from torchtitan_like.checkpoint.hf.mxfp4 import (
+from torchtitan_like.checkpoint.dcp_metadata import Chunk
+from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
+from torchtitan_like.checkpoint.hf.quantized import (
     BLOCKS,
+    SCALE,
     SCALES,
+    Float8Scales,
     PackedWeight,
     find_packed,
+    find_scales,
     read_packed,
 )
-from torchtitan_like.checkpoint.hf.reads import Read, TensorInfo
 from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, INDEX, Entry, read_header
-from torchtitan_like.checkpoint.step_folders import is_inside
-from torchtitan_like.models.hf_table import Box
-from torchtitan_like.util.reading import read_json
+from torchtitan_like.checkpoint.source import (
+    Read,
+    Source,
+    StoredTensor,
+    check_coverage,
+    reads_by_file,
+)
+from torchtitan_like.checkpoint.step_folders import file_records, is_inside
+from torchtitan_like.checkpoint.verification import find_damage
+from torchtitan_like.util.boxes import Box, box_at, contiguous_strides
+from torchtitan_like.util.reading import parse_json, read_json
 
 logger = logging.getLogger()
 
 SINGLE = "model.safetensors"
-# Suffix of the tensor with one scale per block of a float8 weight (DeepSeek-V3, arXiv:2412.19437,
-# section 3.3).
-SCALE = "_scale_inv"
+SHARDING_INFO = "DCP_SHARDING_INFO"  # torch's key: {name: {"saved_offsets": [...]}} as JSON
 _PART = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
 
 
-@dataclass(frozen=True)
-class StoredTensor(TensorInfo):
-    """A tensor in a file. `offset` is in bytes from the start of the file."""
-
-    file: str
-    offset: int
-
-
-@dataclass(frozen=True)
-class SafetensorsSource:
+class SafetensorsSource(Source):
     """All tensors of a directory.
 
-    scales: name of a float8 weight -> its scales, one for each `block` (rows, columns).
-    packed: name of an MXFP4 weight -> its tensors. In `stored` it has the shape and the dtype of the
-        values.
+    float8: the scales of float8 weights.
+    packed: name of an MXFP4 weight -> its tensors. In `stored` it has the shape and the dtype of
+        the values.
     """
 
-    path: Path
+    format = "hf"
     stored: Mapping[str, StoredTensor]
-    scales: Mapping[str, StoredTensor]
-    block: tuple[int, ...]
-    packed: Mapping[str, PackedWeight]
+
+    def __init__(
+        self,
+        path: Path,
+        stored: Mapping[str, StoredTensor],
+        float8: Float8Scales | None = None,
+        packed: Mapping[str, PackedWeight] | None = None,
+        manifest: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(path, stored, (), manifest)
+        self.stored = stored
+        self._float8 = float8 or Float8Scales({}, (1, 1))
+        self._packed = packed or {}
 
     def fill(self, reads: Iterable[Read]) -> None:
         """Read file by file, in byte order. Raises DamagedError if a file is too short."""
-
-        def location(read: Read) -> tuple[str, int]:
-            return self.stored[read.name].file, self.stored[read.name].offset
-
-        in_order = sorted(reads, key=location)
-        for name, group in groupby(in_order, key=lambda read: location(read)[0]):
+        for name, parts in reads_by_file(reads, self.stored).items():
             with open(self.path / name, "rb", buffering=0) as file:
-                for read in group:
-                    if read.name in self.packed:
-                        packed = self.packed[read.name]
+                for chunk, read in parts:
+                    if read.name in self._packed:
+                        packed = self._packed[read.name]
                         read.target.copy_(read_packed(packed, read.box, self._read))
                         continue
-                    values = read_box(file, self.stored[read.name], read.box)
-                    if read.name in self.scales:
-                        values = values.float() * self._read_scales(read)
+                    values = read_box(file, chunk, self.stored[read.name].dtype, read.box)
+                    if read.name in self._float8.scales:
+                        scales = self._float8.read(read.name, read.box, self._read)
+                        values = values.float() * scales
                     read.target.copy_(values)
 
-    def _read_scales(self, read: Read) -> Tensor:
-        """Return the scale of every element of a float8 weight's box, in float32."""
-        stored = self.scales[read.name]
-        block_index = [
-            torch.arange(start, start + n * step, step) // b
-            for (start, n, step), b in zip(read.box, self.block, strict=True)
-        ]
-        blocks = tuple((int(i[0]), int(i[-1] - i[0]) + 1, 1) for i in block_index)
-        scales = self._read(stored, blocks).float()
-        rows, columns = (i - i[0] for i in block_index)
-        return scales[rows[:, None], columns]
-
     def _read(self, stored: StoredTensor, box: Box) -> Tensor:
-        with open(self.path / stored.file, "rb", buffering=0) as file:
-            return read_box(file, stored, box)
+        [chunk] = stored.chunks
+        with open(self.path / chunk.file, "rb", buffering=0) as file:
+            return read_box(file, chunk, stored.dtype, box)
+
+    def read_all(self) -> dict[str, Tensor]:
+        """Return all tensors. Verifies the files if the manifest has hashes."""
+        for damage in find_damage(self.path, file_records(dict(self.manifest))):
+            raise damage
+        return self.read_tensors(self.stored)
 
 
-def open_safetensors(folder: Path, *, quantized: bool) -> SafetensorsSource:
+def open_safetensors(
+    folder: Path, *, quantized: bool, manifest: Mapping[str, Any] | None = None
+) -> SafetensorsSource:
     """Read every header of the directory.
 
     Raises DamagedError for damaged files. Raises CheckpointError if there are no files, if the
     weights are quantized and `quantized` is False, or the reverse.
     """
     stored = _merge(folder, {name: read_header(folder / name)[0] for name in _find_files(folder)})
-    scales = {name: stored[name + SCALE] for name in stored if name + SCALE in stored}
     packed = find_packed(stored)
     for name, weight in packed.items():
         del stored[name + BLOCKS], stored[name + SCALES]
-        blocks = weight.blocks
-        stored[name] = StoredTensor(weight.shape, torch.bfloat16, blocks.file, blocks.offset)
-    kind = "float8" if scales else "MXFP4" if packed else ""
-    block = _find_block(folder, quantized=quantized, kind=kind)
-    for name, scale in scales.items():
-        expected = tuple(-(-n // b) for n, b in zip(stored[name].shape, block, strict=False))
-        if len(stored[name].shape) != 2 or scale.shape != expected:
-            raise CheckpointError(
-                f"{folder}: {name} {stored[name].shape} has scales of shape {scale.shape}. "
-                f"Expected {expected} for blocks of {block}: check weight_block_size in config.json"
-            )
+        chunk = weight.blocks.chunks[0]._replace(offsets=(0, 0, 0), sizes=weight.shape)
+        stored[name] = StoredTensor(weight.shape, torch.bfloat16, (chunk,))
+    float8 = find_scales(folder, stored, quantized=quantized, is_packed=bool(packed))
+    for name in float8.scales:
         del stored[name + SCALE]
-    float8 = {
-        name
-        for name, tensor in stored.items()
-        if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
-    }
-    if without_scale := sorted(float8 - scales.keys()):
-        names = ", ".join(without_scale)
-        raise CheckpointError(
-            f"{folder}: float8 weights without scales: {names}. Expected a tensor NAME{SCALE} for "
-            "each: copy the checkpoint again"
-        )
-    # Another program may have dequantized the weights and kept the scales in the file.
-    if not_float8 := sorted(scales.keys() - float8):
-        names = ", ".join(not_float8)
-        raise CheckpointError(
-            f"{folder}: weights with scales ({SCALE}) that are not float8: {names}. Expected "
-            "float8 weights: remove the scales from the files"
-        )
-    return SafetensorsSource(folder, stored, scales, block, packed)
-
-
-def _find_block(folder: Path, *, quantized: bool, kind: str) -> tuple[int, ...]:
-    """Return rows and columns of a block with one scale; (1, 1) if no weight is float8.
-
-    kind: "float8", "MXFP4", or empty if no weight is quantized.
-    """
-    config = folder / "config.json"
-    try:
-        method = read_json(config).get("quantization_config") or {} if config.exists() else {}
-    except (OSError, ValueError, AttributeError) as error:
-        raise DamagedError(
-            f"{config} is not valid: {type(error).__name__} {error}. Expected the config of a "
-            "Hugging Face model: copy the file again"
-        ) from error
-    if kind and not quantized:
-        raise SettingsError(
-            f"{folder} contains {kind} weights with block scales. Expected weights without scales: "
-            "set checkpoint.initial_load_in_hf_quantized = true"
-        )
-    if quantized and not kind:
-        raise SettingsError(
-            f"checkpoint.initial_load_in_hf_quantized is true, but {folder} has no block scales. "
-            f"Expected float8 weights with tensors NAME{SCALE}, or MXFP4 weights"
-            + (f"; its config.json has {method}" if method else ": set it to false")
-        )
-    block = method.get("weight_block_size") if kind == "float8" else (1, 1)
-    if not block:
-        raise CheckpointError(
-            f"{config} does not contain the block size. Expected "
-            "quantization_config.weight_block_size: copy the file again"
-        )
-    return tuple(block)
+    return SafetensorsSource(folder, stored, float8, packed, manifest)
 
 
 def _find_files(folder: Path) -> list[str]:
@@ -230,16 +175,16 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
     for file, entries in headers.items():
         for entry in entries:
             if entry.name in merged:
-                first = merged[entry.name].file
+                first = merged[entry.name].chunks[0].file
                 raise DamagedError(
                     f"{folder}: {first} and {file} both contain {entry.name}. Expected each tensor "
                     "once: remove the file of another model"
                 )
-            dtype = DTYPES[entry.dtype]
-            merged[entry.name] = StoredTensor(entry.shape, dtype, file, entry.start)
+            offsets = (0,) * len(entry.shape)
+            merged[entry.name] = _stored(entry, file, offsets)
     if (folder / INDEX).exists():
         for name, file in _read_index(folder).items():
-            if name not in merged or merged[name].file != file:
+            if name not in merged or merged[name].chunks[0].file != file:
                 raise DamagedError(
                     f"{folder / file} does not contain {name}. Expected it, because {INDEX} lists "
                     "it: copy the files again"
@@ -247,14 +192,117 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
     return merged
 
 
-def read_box(file: FileIO, stored: StoredTensor, box: Box) -> Tensor:
-    """Read a rectangle in its stored dtype. Raises DamagedError if the file is too short."""
+def _stored(entry: Entry, file: str, offsets: tuple[int, ...]) -> StoredTensor:
+    chunk = Chunk(offsets, entry.shape, file, entry.start, entry.end - entry.start)
+    return StoredTensor(entry.shape, DTYPES[entry.dtype], (chunk,))
+
+
+# ---- shards of a distributed checkpoint
+
+
+def has_shards(folder: Path) -> bool:
+    """Return whether torch's `HuggingFaceStorageWriter(save_distributed=True)` wrote a file in it.
+
+    Raises DamagedError, OSError.
+    """
+    return any(SHARDING_INFO in read_header(path)[1] for path in folder.glob("*.safetensors"))
+
+
+def open_shards(folder: Path) -> SafetensorsSource:
+    """Read the headers of all shard files in a folder. Each has a block of each of its tensors.
+
+    Raises CheckpointError if a file is missing or is not a shard file, or unless the shards cover
+    each tensor exactly once; DamagedError if a file is damaged.
+    """
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(
+            f"{folder} contains no *.safetensors files. Expected the shards of a distributed "
+            "checkpoint: give their folder"
+        )
+    names = [path.name.split("-") for path in paths]
+    numbers = {int(name[1]) for name in names if name[0] == "shard" and name[1].isdigit()}
+    if gap := sorted(set(range(1, max(numbers, default=0) + 1)) - numbers):
+        raise CheckpointError(
+            f"{folder} lacks the file of shard {gap[0]}. Expected shards 1 to {max(numbers)}: copy "
+            "the missing file"
+        )
+    stored: dict[str, StoredTensor] = {}
+    for path in paths:
+        for name, shard in _read_shard(path).items():
+            stored[name] = _join(name, stored[name], shard, path) if name in stored else shard
+    for name, tensor in stored.items():
+        _check_shards(folder, name, tensor)
+    return SafetensorsSource(folder, stored)
+
+
+def _join(name: str, tensor: StoredTensor, shard: StoredTensor, path: Path) -> StoredTensor:
+    """Add a shard to the shards of a tensor that were found in other files."""
+    if len(tensor.shape) != len(shard.shape):
+        raise CheckpointError(
+            f"{name} has {len(shard.shape)} dimensions in {path}, {len(tensor.shape)} in another "
+            "file. Expected the shards of one model: delete the files of the other"
+        )
+    if tensor.dtype != shard.dtype:
+        raise CheckpointError(
+            f"{name} is {shard.dtype} in {path}, but {tensor.dtype} in another file. Expected the "
+            "shards of one model: remove the others"
+        )
+    shape = tuple(map(max, tensor.shape, shard.shape))
+    return replace(tensor, shape=shape, chunks=tensor.chunks + shard.chunks)
+
+
+def _check_shards(folder: Path, name: str, tensor: StoredTensor) -> None:
+    if 0 in tensor.shape:
+        return
+    files: dict[Box, str] = {}
+    for chunk in tensor.chunks:
+        box = box_at(chunk.offsets, chunk.sizes)
+        if box in files:
+            raise CheckpointError(
+                f"{folder / files[box]} and {folder / chunk.file} contain the same part of {name}. "
+                "Expected each part once: delete the files of the other checkpoint"
+            )
+        files[box] = chunk.file
+    check_coverage(name, tensor.shape, files)
+
+
+def _read_shard(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a shard file. The shape ends where the shard ends."""
+    entries, metadata = read_header(path)
+    if SHARDING_INFO not in metadata:
+        raise CheckpointError(
+            f"{path} is not a shard file: its metadata lacks {SHARDING_INFO}. Expected files that "
+            "torch's HuggingFaceStorageWriter wrote with save_distributed=True: remove other files"
+        )
+    try:
+        info = parse_json(metadata[SHARDING_INFO])
+        stored = {}
+        for entry in entries:
+            offsets = tuple(info[entry.name]["saved_offsets"])
+            ends = tuple(sum(pair) for pair in zip(offsets, entry.shape, strict=True))
+            stored[entry.name] = replace(_stored(entry, path.name, offsets), shape=ends)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise DamagedError(
+            f"{path}: {SHARDING_INFO} does not match its tensors ({type(error).__name__} {error}). "
+            "Expected the offsets of every tensor: copy the file again"
+        ) from error
+    return stored
+
+
+# ---- bytes
+
+
+def read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, box: Box) -> Tensor:
+    """Read a box of a chunk in its stored dtype. Raises DamagedError if the file is too short."""
     if box and box[-1][2] > 1:  # a run for each element would be slow
         *outer, (start, count, step) = box
-        return read_box(file, stored, (*outer, (start, (count - 1) * step + 1, 1)))[..., ::step]
-    values = torch.empty([count for _, count, _ in box], dtype=stored.dtype)
+        dense = (*outer, (start, (count - 1) * step + 1, 1))
+        return read_box(file, chunk, dtype, dense)[..., ::step]
+    values = torch.empty([count for _, count, _ in box], dtype=dtype)
     target = values.view(-1).view(torch.uint8).numpy().data
-    for offset, length in _byte_runs(stored, box):
+    for first, num_elements in _runs(chunk.sizes, box):
+        offset, length = chunk.start + first * dtype.itemsize, num_elements * dtype.itemsize
         file.seek(offset)
         while length:
             read = file.readinto(target[:length])
@@ -267,20 +315,21 @@ def read_box(file: FileIO, stored: StoredTensor, box: Box) -> Tensor:
     return values
 
 
-def _byte_runs(stored: StoredTensor, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield (offset in the file, length) of each contiguous run of the box's bytes, in order."""
-    run, stride, first, dim = 1, 1, 0, len(box)
+def _runs(shape: tuple[int, ...], box: Box) -> Iterator[tuple[int, int]]:
+    """Yield (first element, number of elements) of each contiguous run of the box, in order."""
+    strides = contiguous_strides(shape)
+    run, dim = 1, len(box)
+    first = 0
     while dim and (box[dim - 1][1] == 1 or box[dim - 1][2] == 1):
         dim -= 1
         start, count, _ = box[dim]
-        first, run, stride = first + start * stride, count * stride, stride * stored.shape[dim]
-        if count != stored.shape[dim]:
+        first += start * strides[dim]
+        run *= count
+        if count != shape[dim]:
             break
-    outer = []
-    sizes = reversed(stored.shape[:dim])
-    for (start, count, step), size in zip(reversed(box[:dim]), sizes, strict=True):
-        outer.append(range(start * stride, (start + count * step) * stride, step * stride))
-        stride *= size
-    width = stored.dtype.itemsize
-    for offsets in product(*reversed(outer)):
-        yield stored.offset + (first + sum(offsets)) * width, run * width
+    outer = [
+        range(start * stride, (start + count * step) * stride, step * stride)
+        for (start, count, step), stride in zip(box[:dim], strides, strict=False)
+    ]
+    for offsets in product(*outer):
+        yield first + sum(offsets), run

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.tools.contents import Contents, dtype_name, open_contents
+from torchtitan_like.checkpoint.source import Source
+from torchtitan_like.checkpoint.tools.contents import FAMILIES, dtype_name, open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import Identify, native_weights
 from torchtitan_like.config.layers import parse_toml
 
@@ -35,13 +36,13 @@ def compare_checkpoints(a: Path, b: Path, identify: Identify) -> tuple[list[str]
     identify: returns the model whose tables translate names, if the two formats have different
     names. Raises CheckpointError, ConfigError, OSError.
     """
-    contents = open_contents(a), open_contents(b)
-    lines = _differing_settings(*contents)
-    left, right = _sides(*contents, identify)
+    sources = open_checkpoint(a), open_checkpoint(b)
+    lines = _differing_settings(*sources)
+    left, right = _sides(*sources, identify)
     for side, other in ((left, right), (right, left)):
         absent = set(side.names).difference(other.names)
         lines += [f"{name}: only in {side.path}" for name in side.names if name in absent]
-    object_names = {name for one in contents for name in one.object_names}
+    object_names = {name for one in sources for name in one.object_names}
     shared = set(right.names)
     common = [name for name in left.names if name in shared]
     tensor_names = [name for name in common if name not in object_names]
@@ -60,19 +61,22 @@ def compare_checkpoints(a: Path, b: Path, identify: Identify) -> tuple[list[str]
     return lines, summary
 
 
-def _sides(a: Contents, b: Contents, identify: Identify) -> list[Side]:
-    if a.family == b.family:
-        return [Side(c.path, (*c.tensors, *c.object_names), c.read) for c in (a, b)]
+def _sides(a: Source, b: Source, identify: Identify) -> list[Side]:
+    if FAMILIES[a.format] == FAMILIES[b.format]:
+        return [
+            Side(source.path, (*source.stored, *source.object_names), source.read)
+            for source in (a, b)
+        ]
     native = b if b.format == "native" and a.format != "native" else a
     identity, _ = identify(native.path)
     sides = []
-    for contents in (a, b):
-        weights: Mapping[str, Tensor] = native_weights(contents, identity)
-        sides.append(Side(contents.path, tuple(weights), weights.__getitem__))
+    for source in (a, b):
+        weights: Mapping[str, Tensor] = native_weights(source, identity)
+        sides.append(Side(source.path, tuple(weights), weights.__getitem__))
     return sides
 
 
-def _differing_settings(a: Contents, b: Contents) -> list[str]:
+def _differing_settings(a: Source, b: Source) -> list[str]:
     before, after = a.manifest.get("config"), b.manifest.get("config")
     if not before or not after:
         return []

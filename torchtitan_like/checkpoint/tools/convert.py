@@ -24,8 +24,11 @@ from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import warn_of_overflow, write_export
 from torchtitan_like.checkpoint.hf.folder import ORIGINAL, write_model
+from torchtitan_like.checkpoint.hf.safetensors_source import SafetensorsSource
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.pth_source import flatten
+from torchtitan_like.checkpoint.source import Format, Source
 from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
@@ -33,19 +36,17 @@ from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.checkpoint.stored_weights import HostTensors
 from torchtitan_like.checkpoint.tools.contents import (
     FAMILIES,
-    Contents,
-    Format,
     checkpoint_errors,
     dtype_name,
-    flatten,
-    open_contents,
+    open_checkpoint,
 )
 from torchtitan_like.checkpoint.unpickle import load_saved
 from torchtitan_like.checkpoint.verification import find_damage
 from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models.hf_table import external_shapes, links, slices
+from torchtitan_like.models.hf_table import external_shapes, links
 from torchtitan_like.models.spec import is_always_float32
+from torchtitan_like.util.boxes import slices
 from torchtitan_like.util.extents import FileRecord, write_file
 from torchtitan_like.util.reading import parse_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
@@ -65,26 +66,26 @@ def convert_checkpoint(
 ) -> list[str]:
     """Convert `source` into `out`, and translate names if the two formats have different names.
 
-    Arguments and result are as for `convert`. trust_pickle is as for `open_contents`; it is allowed
+    Arguments and result are as for `convert`. trust_pickle is as for `open_checkpoint`; it is allowed
     only for a copy that keeps all names.
     """
-    contents = open_contents(source, trust_pickle=trust_pickle)
-    is_translated = contents.family != FAMILIES[to]
+    opened = open_checkpoint(source, trust_pickle=trust_pickle)
+    is_translated = FAMILIES[opened.format] != FAMILIES[to]
     if trust_pickle and is_translated:
         raise CheckpointError(
-            f"--trust-pickle with --to {to}: {source} has the format {contents.format}. Expected "
-            f"no change of names: copy it with --to {contents.format} --trust-pickle, then convert "
+            f"--trust-pickle with --to {to}: {source} has the format {opened.format}. Expected "
+            f"no change of names: copy it with --to {opened.format} --trust-pickle, then convert "
             "the copy"
         )
-    identity, config = None, contents.manifest.get("config")
+    identity, config = None, opened.manifest.get("config")
     if is_translated or (to == "native" and config is None):
         identity, loaded = identify(source)
         config = config or dump_toml(loaded)
-    return convert(contents, out, to, dtype=dtype, identity=identity, config=config)
+    return convert(opened, out, to, dtype=dtype, identity=identity, config=config)
 
 
 def convert(
-    source: Contents,
+    source: Source,
     out: Path,
     to: Format,
     *,
@@ -107,7 +108,7 @@ def convert(
 
 
 def _convert(
-    source: Contents,
+    source: Source,
     output: StagedOutput,
     to: Format,
     dtype: torch.dtype | None,
@@ -115,7 +116,7 @@ def _convert(
     config: str | None,
 ) -> list[str]:
     dropped: list[str] = []
-    if source.family == FAMILIES[to]:
+    if FAMILIES[source.format] == FAMILIES[to]:
         identity = None if to == "hf" else identity
         state, dropped = _drop_unloadable(source.read_all(), source.path)
     else:
@@ -155,11 +156,11 @@ def _convert(
 # ---- names
 
 
-def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
+def native_weights(source: Source, identity: Identity) -> dict[str, Tensor]:
     """Read all weights of the model by native name. Raises CheckpointError if one is missing."""
     if source.format == "native":
         return {name.removeprefix("model."): t for name, t in source.read_all().items()}
-    dtypes = {dtype for _, dtype in source.tensors.values() if dtype.is_floating_point}
+    dtypes = {info.dtype for info in source.stored.values() if info.dtype.is_floating_point}
     # The widest dtype of all tensors, so that no value is rounded.
     dtype = reduce(torch.promote_types, dtypes or {torch.float32})
     with torch.device("meta"):
@@ -173,7 +174,7 @@ def native_weights(source: Contents, identity: Identity) -> dict[str, Tensor]:
         source.path,
         "named on the command line",
         format="meta" if source.format == "pt" else source.format,
-        manifest=source.manifest or None,
+        manifest=dict(source.manifest) or None,
     )
     load_states(start, {"model": weights}, with_checkpoint_errors(HostGroup.alone()), identity)
     return weights.state_dict()
@@ -195,9 +196,8 @@ def meta_weights(weights: Mapping[str, Tensor], identity: Identity) -> dict[str,
         for name, shape in external_shapes(table).items()
     }
     for link in table:
-        block = weights[link.native][slices(link.native_box)]
         target = renamed[link.external][slices(link.external_box)]
-        target.copy_((block.mT if link.transposed else block).reshape(target.shape))
+        target.copy_(link.boxes.view(weights[link.native]))
     return renamed
 
 
@@ -240,7 +240,7 @@ def _write_pt(staged: Path, state: Any) -> None:
 
 
 def _write_native(
-    staged: Path, state: Mapping[str, Tensor], source: Contents, config: str
+    staged: Path, state: Mapping[str, Tensor], source: Source, config: str
 ) -> Manifest:
     """Write a step with only the weights, for `checkpoint.initial_load_path`."""
     staged.mkdir()
@@ -253,7 +253,7 @@ def _write_native(
 
 
 def _write_hf(
-    staged: Path, state: Mapping[str, Tensor], source: Contents, identity: Identity | None
+    staged: Path, state: Mapping[str, Tensor], source: Source, identity: Identity | None
 ) -> Manifest:
     """Write a directory for `transformers`.
 
@@ -270,7 +270,7 @@ def _write_hf(
         rows = tuple((name, name) for name in state)
         group = HostGroup.alone()
         records = write_export(
-            staged, state, rows=rows, tied=(), dtype=None, group=group, index=source.files
+            staged, state, rows=rows, tied=(), dtype=None, group=group, index=_files(source)
         )
         small_files = _small_files(source.path)
         if "config.json" in small_files:
@@ -279,6 +279,12 @@ def _write_hf(
             content = parse_json(small_files["config.json"]) | {"torch_dtype": name, "dtype": name}
             small_files["config.json"] = json.dumps(content, indent=2).encode() + b"\n"
     return _complete(staged, records, small_files, "hf", source)
+
+
+def _files(source: Source) -> dict[str, str]:
+    """Return the file of each tensor of safetensors."""
+    assert isinstance(source, SafetensorsSource)
+    return {name: tensor.chunks[0].file for name, tensor in source.stored.items()}
 
 
 def _small_files(folder: Path) -> dict[str, bytes]:
@@ -314,7 +320,7 @@ def _complete(
     records: Mapping[str, FileRecord],
     small_files: Mapping[str, bytes],
     kind: str,
-    source: Contents,
+    source: Source,
 ) -> Manifest:
     """Write the small files; return the manifest, which the caller writes last."""
     written = {}

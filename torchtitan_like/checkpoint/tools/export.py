@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from torchtitan_like.checkpoint.dcp_storage import ExtentReader
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.folder import write_model
-from torchtitan_like.checkpoint.loading import load_states
+from torchtitan_like.checkpoint.loading import load_stored_weights
 from torchtitan_like.checkpoint.saving import check_space
 from torchtitan_like.checkpoint.staged_output import StagedOutput
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.step_folders import file_records, read_manifest, suggest_step
-from torchtitan_like.checkpoint.stored_weights import StoredWeights, check_average
+from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
+from torchtitan_like.checkpoint.stored_weights import check_average
 from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.checkpoint.verification import verify_together
-from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.util.extents import write_file
 from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5
+TIMEOUT = timedelta(hours=2)  # long enough for the slowest rank's disk
+
+
+@contextmanager
+def launched_group() -> Iterator[HostGroup]:
+    """Join the ranks of a checkpoint command on the CPU; only rank 0 logs at level INFO."""
+    launched = launched_as()
+    level = logging.INFO if launched.rank == 0 else logging.WARNING
+    logging.basicConfig(level=level, format="%(message)s")
+    if launched.world_size > 1:
+        dist.init_process_group("gloo", timeout=TIMEOUT)
+    group = HostGroup(list(range(launched.world_size)), TIMEOUT)
+    try:
+        yield group
+    finally:
+        group.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def export_step(
@@ -64,12 +85,9 @@ def export_step(
             return output.path
 
         staged = group.run_on_leader(stage)
-        reader = ExtentReader(step, file_records(manifest))
-        stored = reader.read_metadata().state_dict_metadata
-        weights = StoredWeights(stored, group.rank, group.size, averaged=averaged)
         reason = "named on the command line"
         start = Start("warm", 0, step, reason, manifest=manifest, averaged=averaged)
-        load_states(start, {"model": weights}, group, identity)
+        weights = load_stored_weights(start, group, identity)
         group.run_on_leader(lambda: check_space(staged, weights.num_bytes))
         files = write_model(
             staged,

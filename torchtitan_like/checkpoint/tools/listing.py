@@ -1,14 +1,21 @@
-"""List the checkpoints of a run, complete or not."""
+"""List the checkpoints of a run, complete or not, and the contents of one of them.
+
+Steps and DCP folders are read without importing torch.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from torchtitan_like.checkpoint.dcp_metadata import DTYPE_BYTES, read_metadata
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.staged_output import STAGED
 from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
@@ -17,7 +24,9 @@ from torchtitan_like.checkpoint.step_folders import (
     NONFINITE,
     StepFolder,
     all_steps,
+    file_records,
     numbered_folders,
+    read_manifest,
 )
 from torchtitan_like.util.run_directory import MANIFEST, PIN
 from torchtitan_like.util.units import format_bytes, format_duration
@@ -30,6 +39,11 @@ UNPUBLISHED = (
     (NONFINITE, "non-finite"),
     (".trash-", "being deleted"),
 )
+
+# Keys of a manifest that the summary omits, because they are long or have another form there.
+NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
+# Name of a format in `format_of` -> its name in the summary.
+WITHOUT_TORCH = {"step": "native", "dcp": "dcp"}
 
 
 @dataclass(frozen=True)
@@ -109,3 +123,54 @@ def _describe(
 def _sort_key(path: Path) -> tuple[int, str]:
     number = re.search(r"\d+", path.name)
     return int(number[0]) if number else 0, path.name
+
+
+# ---- titan ckpt show
+
+
+def summarize(path: Path) -> dict[str, Any]:
+    """Return what `titan ckpt show --json` prints.
+
+    Raises CheckpointError; DamagedError if the bytes differ from the bytes that were written.
+    """
+    stored_format = None if path.is_file() else format_of(path)
+    if stored_format in WITHOUT_TORCH:
+        manifest: Mapping[str, Any] = read_manifest(path) or {}
+        metadata = read_metadata(path, file_records(dict(manifest)) if manifest else None)
+        format_name = WITHOUT_TORCH[stored_format]
+        tensors = {name: (entry.shape, entry.dtype) for name, entry in metadata.tensors.items()}
+        object_names = tuple(metadata.objects)
+    else:
+        from torchtitan_like.checkpoint.tools.contents import dtype_name, open_checkpoint
+
+        source = open_checkpoint(path)
+        manifest, format_name, object_names = source.manifest, source.format, source.object_names
+        tensors = {n: (info.shape, dtype_name(info.dtype)) for n, info in source.stored.items()}
+    return {
+        "path": str(path),
+        "format": format_name,
+        "manifest": {k: v for k, v in manifest.items() if k not in NOT_SHOWN},
+        "files": {name: record.size for name, record in file_records(dict(manifest)).items()},
+        "tensors": {
+            name: {"dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in tensors.items()
+        },
+        "objects": list(object_names),
+        "num_elements": sum(math.prod(shape) for shape, _ in tensors.values()),
+        "num_bytes": sum(math.prod(shape) * DTYPE_BYTES[d] for shape, d in tensors.values()),
+    }
+
+
+def format_summary(summary: Mapping[str, Any]) -> list[str]:
+    """Return the lines of `titan ckpt show`: manifest, files and every tensor."""
+    lines = []
+    for key, value in summary["manifest"].items():
+        lines.append(f"{key}: {json.dumps(value) if isinstance(value, dict | list) else value}")
+    for name, size in summary["files"].items():
+        lines.append(f"file {name}: {size:,} bytes")
+    for name, tensor in summary["tensors"].items():
+        lines.append(f"{name}  {tensor['dtype']}  {tensor['shape']}")
+    for name in summary["objects"]:
+        lines.append(f"{name}  (not a tensor)")
+    count, elements = len(summary["tensors"]), summary["num_elements"]
+    lines.append(f"{count} tensors, {elements:,} elements, {format_bytes(summary['num_bytes'])}")
+    return lines

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
+from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.checkpoint.staged_output import StagedOutput
-from torchtitan_like.checkpoint.tools.contents import Contents, checkpoint_errors, open_contents
+from torchtitan_like.checkpoint.tools.contents import checkpoint_errors, open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import Identify, meta_weights, native_weights
 from torchtitan_like.checkpoint.torchtitan import MOMENTS, AdamSettings
 from torchtitan_like.config import JobConfig
@@ -37,8 +38,8 @@ def convert_to_torchtitan(
     num_data_ranks: data-parallel ranks of the run that loads it. TorchTitan counts the tokens of
     one of them. Raises CheckpointError, OSError.
     """
-    contents = open_contents(source)
-    if contents.format != "native" or _PROGRESS not in contents.object_names:
+    step = open_checkpoint(source)
+    if step.format != "native" or _PROGRESS not in step.object_names:
         raise CheckpointError(
             f"{source} has no optimizer and progress of this program. Expected a full step of a run: "
             "for the weights alone, use --to dcp"
@@ -49,10 +50,10 @@ def convert_to_torchtitan(
             f"{source} has tied weights: {tied[0][0]} is {tied[0][1]}. Expected separate weights, "
             "because TorchTitan 0.2 trains no others: for the weights alone, use --to dcp"
         )
-    settings = read_settings(config, _step_of(contents))
+    settings = read_settings(config, _step_of(step))
     with StagedOutput(out) as output:
         output.refuse_existing()
-        state = torchtitan_state(contents, identity, settings, num_data_ranks)
+        state = torchtitan_state(step, identity, settings, num_data_ranks)
         with checkpoint_errors(output.final):
             writer = dcp.FileSystemWriter(output.path, thread_count=1)
             dcp.save(state, storage_writer=writer, no_dist=True)
@@ -60,7 +61,7 @@ def convert_to_torchtitan(
 
 
 def torchtitan_state(
-    source: Contents, identity: Identity, settings: AdamSettings, num_data_ranks: int
+    source: Source, identity: Identity, settings: AdamSettings, num_data_ranks: int
 ) -> dict[str, Any]:
     """Return the state dict that TorchTitan's checkpointer saves, without its data loader."""
     step = _step_of(source)
@@ -84,23 +85,23 @@ def torchtitan_state(
     }
 
 
-def _step_of(source: Contents) -> int:
+def _step_of(source: Source) -> int:
     step: int = source.manifest["step"]
     return step
 
 
-def _read_moment(source: Contents, moment: str) -> dict[str, Tensor]:
+def _read_moment(source: Source, moment: str) -> dict[str, Tensor]:
     """Return a moment of every parameter by native parameter name."""
-    names = [name for name in source.tensors if name.startswith(_STATE)]
+    names = [name for name in source.stored if name.startswith(_STATE)]
     if others := [n for n in names if not n.endswith((".step", *(f".{m}" for m in MOMENTS)))]:
         raise CheckpointError(
             f"{source.path} has the optimizer state {others[0]}. Expected the state of Adam alone, "
             "because TorchTitan has no counterpart: for the weights alone, use --to dcp"
         )
+    moments = source.read_tensors(name for name in names if name.endswith(f".{moment}"))
     return {
-        name.removeprefix(_STATE).removesuffix(f".{moment}"): source.read(name)
-        for name in names
-        if name.endswith(f".{moment}")
+        name.removeprefix(_STATE).removesuffix(f".{moment}"): tensor
+        for name, tensor in moments.items()
     }
 
 
