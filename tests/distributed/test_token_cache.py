@@ -65,9 +65,9 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     """Return (error class or "", message or cache folder, log lines) of this rank."""
     handler, logger = Lines(), logging.getLogger()
     logger.addHandler(handler)
-    level, piece_bytes = logger.level, documents.PIECE_BYTES
+    level, sizes = logger.level, (documents.PIECE_BYTES, documents.BLOCK_BYTES)
     logger.setLevel(logging.INFO)
-    documents.PIECE_BYTES = 300
+    documents.PIECE_BYTES = documents.BLOCK_BYTES = 300
     group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
     try:
         batches = data_build.build_train_batches(
@@ -89,7 +89,7 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
         group.destroy()
         logger.removeHandler(handler)
         logger.setLevel(level)
-        documents.PIECE_BYTES = piece_bytes
+        documents.PIECE_BYTES, documents.BLOCK_BYTES = sizes
 
 
 def build_with_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[str]]:

@@ -178,6 +178,7 @@ def test_other_tokenizer_files_are_copied(tmp_path: Path) -> None:
 def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """600 documents in 3 files and about 30 pieces. One in six is empty."""
     monkeypatch.setattr(documents, "PIECE_BYTES", 500)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 500)
     (tmp_path / "corpus").mkdir()
     for part in range(3):
         texts = [f"{part}.{number} ü" * bool(number % 6) for number in range(200)]

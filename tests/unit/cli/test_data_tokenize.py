@@ -58,7 +58,7 @@ RUNNER = """
 import os, sys
 from torchtitan_like.data.tokens import token_file
 from torchtitan_like.data.text import documents
-documents.PIECE_BYTES = {piece_bytes}
+documents.PIECE_BYTES = documents.BLOCK_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):
     append(self, piece)

@@ -21,7 +21,6 @@ import numpy as np
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces, read_piece
-from torchtitan_like.data.text.formats import BadRecord
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 
 from .conftest import ASSETS, TEXTS, write_jsonl
@@ -43,9 +42,9 @@ def pack(file: Path) -> Path:
 
 def read_texts(file: Path, on_bad_record: str) -> object:
     corpus = find_corpus(str(file), "auto", "text", on_bad_record)  # type: ignore[arg-type]
-    documents = [text for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
-    assert all(isinstance(text, str | BadRecord) for text in documents)
-    return [text.encode() for text in documents if isinstance(text, str)]
+    records = [record for piece in plan_pieces(corpus) for record in read_piece(corpus, piece)]
+    assert all(isinstance(record.document, str) or record.problem for record in records)
+    return [record.document.encode() for record in records if isinstance(record.document, str)]
 
 
 @functools.cache

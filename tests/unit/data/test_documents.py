@@ -21,9 +21,9 @@ from .conftest import TEXTS, write_jsonl
 
 def read(path: Path | str, format_name: str = "auto", text_field: str = "text") -> list[str]:
     corpus = find_corpus(str(path), format_name, text_field)
-    texts = [text for piece in plan_pieces(corpus) for text in read_piece(corpus, piece)]
-    assert all(isinstance(text, str) for text in texts)
-    return texts  # type: ignore[return-value]
+    records = [record for piece in plan_pieces(corpus) for record in read_piece(corpus, piece)]
+    assert all(isinstance(record.document, str) for record in records)
+    return [record.document for record in records]  # type: ignore[misc]
 
 
 def write_table(
@@ -56,6 +56,7 @@ def write_table(
 @pytest.fixture(params=[1, 100, documents.PIECE_BYTES])
 def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     monkeypatch.setattr(documents, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", request.param)
     return int(request.param)
 
 
@@ -131,13 +132,14 @@ def test_lines_are_read_once_wherever_pieces_end(
     spans = [
         Span(str(file), start, min(start + step, size), step) for start in range(0, size, step)
     ]
-    assert [text for span in spans for text in read_piece(corpus, (span,))] == texts
+    assert [record.document for span in spans for record in read_piece(corpus, (span,))] == texts
 
 
 def test_small_files_share_a_piece_and_large_ones_are_split(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1000)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 500)
     for number in range(50):
         write_jsonl(tmp_path / f"{number:02}.jsonl", ["x" * 70])
     write_jsonl(tmp_path / "99.jsonl", ["y" * 970] * 5)
@@ -252,8 +254,8 @@ def read_skipping(path: Path) -> tuple[list[str], list[str]]:
     """Return the texts, and the messages about bad records."""
     corpus = find_corpus(str(path), on_bad_record="skip")
     records = [record for piece in plan_pieces(corpus) for record in read_piece(corpus, piece)]
-    texts = [record for record in records if isinstance(record, str)]
-    return texts, [str(record) for record in records if not isinstance(record, str)]
+    texts = [record.document for record in records if isinstance(record.document, str)]
+    return texts, [str(record) for record in records if record.document is None]
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "stream.arrow", "file.arrow"])

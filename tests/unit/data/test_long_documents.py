@@ -235,14 +235,14 @@ TEXTS = ["first", "a pan" + "ic", "third", "fourth"]
 def test_a_document_that_cannot_be_encoded_is_a_bad_record(
     kind: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = tokenizer.encode_texts
+    encode = tokenizer.encode_batch
 
     def panic(texts: Sequence[str]) -> Any:
         if any("panic" in text for text in texts):
             raise DataError("the tokenizer has given up")
         return encode(texts)
 
-    monkeypatch.setattr(tokenizer, "encode_texts", panic)
+    monkeypatch.setattr(tokenizer, "encode_batch", panic)
     places = {"jsonl": "a.jsonl, line 3", "txt": "1.txt, line 1", "parquet": "a.parquet, row 2"}
     if kind == "txt":
         for number, text in enumerate(TEXTS):
@@ -308,11 +308,9 @@ def test_a_batch_of_texts_has_the_ids_of_each_text(file: str) -> None:
         texts += draw.choice(
             [[], ["<|special|>"], [""], ["<|spec", "ial|>"], ["x" * 30_000], ["<|begin_of_text|>"]]
         )
-        ids, lengths = tokenizer.encode_texts(texts)
-        ends = lengths.cumsum()
-        assert [
-            ids[end - size : end].tolist() for end, size in zip(ends, lengths, strict=True)
-        ] == [tokenizer.encode(text) for text in texts]
+        assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [
+            tokenizer.encode(text) for text in texts
+        ]
 
 
 def test_progress_counts_the_bytes_of_a_long_document(

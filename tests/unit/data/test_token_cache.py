@@ -97,6 +97,7 @@ def test_pieces_and_workers_do_not_change_the_cache(
 ) -> None:
     one_piece = cache(corpus, cache_folder=str(tmp_path / "one_piece"))
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", SMALL_PIECE)
     with monkeypatch.context() as without_workers:
         without_workers.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
         pieces = cache(corpus, cache_folder=str(tmp_path / "pieces"))
@@ -197,6 +198,7 @@ def test_a_corpus_with_errors_leaves_no_cache_until_it_is_repaired(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", SMALL_PIECE)
     lines = (corpus / "2.jsonl").read_text()
     (corpus / "2.jsonl").write_text(lines + "{oops\n")
     # A worker process raises the error.
@@ -216,6 +218,7 @@ def test_bad_records_are_skipped_and_counted_once_on_request(
         "{oops\n" + "".join(lines[:9]) + '{"text": 5}\n' + "".join(lines[9:])
     )
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)  # starts workers
+    monkeypatch.setattr(documents, "BLOCK_BYTES", SMALL_PIECE)
     file = cache(corpus, on_bad_record="skip")
     assert (file.meta.num_bad, file.meta.num_documents) == (2, 60)
     assert file.meta.text_digest == expected.meta.text_digest
@@ -501,7 +504,7 @@ BUILDER = """
 import logging, sys
 from torchtitan_like.data.tokens import token_file
 from torchtitan_like.data.text import documents
-documents.PIECE_BYTES = {piece_bytes}
+documents.PIECE_BYTES = documents.BLOCK_BYTES = {piece_bytes}
 append = token_file.Staging.append
 def append_and_pause(self, piece):
     append(self, piece)
@@ -584,6 +587,7 @@ def test_a_killed_build_publishes_nothing_and_resumes(
 
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", SMALL_PIECE)
     resumed = cache(corpus)
     assert "continuing after 3 of " in caplog.text
     assert contents(resumed) == contents(cache(corpus, cache_folder=str(tmp_path / "fresh")))
@@ -643,6 +647,7 @@ def test_a_full_disk_is_reported_and_finished_work_is_kept(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", SMALL_PIECE)
+    monkeypatch.setattr(documents, "BLOCK_BYTES", SMALL_PIECE)
     monkeypatch.setattr(encoding, "MIN_PIECES_FOR_WORKERS", 1000)
     sync, calls = os.fsync, iter(range(1000))
 

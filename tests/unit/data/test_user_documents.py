@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.harness.extensions import forgotten
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.text.formats import BadResult
+from torchtitan_like.data.text.formats import NoDocument
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor
 
@@ -67,9 +66,7 @@ def test_each_trained_token_is_a_label_once(
         labels.update(batch.labels[batch.labels != -100].tolist())
         num_valid += batch.num_valid_tokens
     texts = [record["answer"] for record in RECORDS]
-    expected = Counter(
-        np.concatenate([tokenizer.encode_texts([text])[0] for text in texts]).tolist()
-    )
+    expected = Counter(token for text in texts for token in tokenizer.encode(text))
     assert tokenizer.eos_id is not None
     expected[tokenizer.eos_id] += len(texts)  # EOS follows an answer
     assert labels == expected and num_valid == labels.total()
@@ -80,7 +77,7 @@ def number(record: Mapping[str, Any], settings: Mapping[str, Any]) -> int:
 
 
 def test_another_result_of_a_processor_is_refused() -> None:
-    with pytest.raises(BadResult, match="returned 3, expected text or pairs"):
+    with pytest.raises(NoDocument, match="returned 3, expected text or pairs"):
         UserProcessor(f"{__name__}:number", {})({"text": ""})
 
 

@@ -29,31 +29,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import xxhash
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import (
     EXPANSION,
-    BadRecord,
-    BadResult,
-    Document,
+    NoDocument,
     Span,
     Table,
+    abbreviate,
     compressed_span,
     estimated_text_bytes,
     is_compressed,
-    lines_of,
+    line_number,
     num_compressed_spans,
     read_lines,
-    read_table,
     read_text,
 )
 from torchtitan_like.data.text.hub import PREFIX, Listing, list_files, local_path
-from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor
+from torchtitan_like.data.text.user_documents import (
+    Document,
+    UserDocuments,
+    UserProcessor,
+    check_text,
+)
 
 OnBadRecord = Literal["error", "skip"]
 
@@ -74,17 +78,50 @@ CACHE_FOLDER_NAMES = (CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME)
 # Approximate size of a piece, which is read, tokenized and committed as a whole. An unfinished
 # token cache counts pieces: increase the version with any change of their boundaries.
 PIECE_BYTES = 8 * 2**20
-PIECES_VERSION = 2
-# Size of a streamed block of lines. With any change, increase streaming.WINDOW_VERSION.
+PIECES_VERSION = 3
+# Size of a block of lines. With any change, increase streaming.WINDOW_VERSION and PIECES_VERSION.
 BLOCK_BYTES = 2 * 2**20
 # A table that is not downloaded yet is divided into parts of this many bytes, not into row groups.
 TABLE_BYTES = 16 * 2**20
-# Documents of a data source of user code in a piece and in a block, and the estimate of their size.
-PIECE_DOCUMENTS = 2048
+# Documents of a data source of user code in a block, and the estimate of their size.
 BLOCK_DOCUMENTS = 512
 DOCUMENT_BYTES = 4096
 _NUM_THREADS = 16  # that read the metadata of files
 _DATASET_MARKS = ("dataset_info.json", "state.json")
+_UNITS: dict[str, Literal["byte", "row"]] = {"text": "byte", "jsonl": "byte"}  # else "row"
+
+
+class Record(NamedTuple):
+    """A record of a corpus, with its document, or with the problem of a record without one.
+
+    offset: for "byte" the offset of the invalid byte (text) or of the line (jsonl), from 0; for
+    "row" the row number, from 1.
+    """
+
+    file: str
+    unit: Literal["byte", "row"]
+    offset: int
+    document: Document | None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}, {self.unit} {self.offset:,}: {self.problem}"
+
+    def without_document(self, problem: str) -> Record:
+        """Return the record as a bad one."""
+        return self._replace(document=None, problem=problem)
+
+    def error(self) -> DataError:
+        """Return the error of a bad record. For text and jsonl it counts lines up to the offset."""
+        where = (
+            f"row {self.offset}"
+            if self.unit == "row"
+            else f"line {line_number(self.file, self.offset)}"
+        )
+        return DataError(
+            f"{self.file}, {where}: {self.problem} "
+            '(data.on_bad_record = "skip" leaves such records out)'
+        )
 
 
 @dataclass(frozen=True)
@@ -274,23 +311,6 @@ def _listed_names(folder: Path) -> list[str] | None:
     return names
 
 
-def plan_pieces(corpus: Corpus) -> list[Piece]:
-    """Divide the corpus into pieces of about ``PIECE_BYTES``. Small files share a piece."""
-    pieces: list[Piece] = []
-    current: list[Span] = []
-    size = 0
-    for file in corpus.files:
-        for span in _spans(corpus, file):
-            if current and size + span.size > PIECE_BYTES:
-                pieces.append(tuple(current))
-                current, size = [], 0
-            size += span.size
-            if current and current[-1].file == file:
-                span = Span(file, current[-1].start, span.stop, current.pop().size + span.size)
-            current.append(span)
-    return [*pieces, tuple(current)] if current else pieces
-
-
 class Blocks:
     """The corpus in blocks with consecutive numbers.
 
@@ -298,7 +318,6 @@ class Blocks:
     is one of a number of equal parts of a file, which follows from the file's size.
 
     num_bytes: estimated bytes of text in all blocks.
-    identity: number of the files, and a hash of their names and sizes.
     ends: for each file, the number of the block after its last one.
 
     The constructor reads no text. It reads the metadata of local tables.
@@ -309,16 +328,22 @@ class Blocks:
         with ThreadPoolExecutor(_NUM_THREADS) as pool:
             counts = list(pool.map(self._count, corpus.files))
         self.ends = list(accumulate(num_blocks for num_blocks, _ in counts))
-        self.num_bytes = sum(num_bytes for _, num_bytes in counts)
+        self._file_bytes = [num_bytes for _, num_bytes in counts]
+        self.num_bytes = sum(self._file_bytes)
+        if not self.ends[-1]:
+            raise DataError(f"no text in {corpus}. Expected documents: check the path")
+
+    @cached_property
+    def identity(self) -> str:
+        """The number of the files, and a hash of their names and sizes."""
+        corpus = self._corpus
         sizes = (corpus.size_and_time(file)[0] for file in corpus.files)
         names: list[object] = list(zip(corpus.relative_names(), sizes, strict=True))
         key = names if corpus.listing is None else [*names, corpus.listing.revision]
         if corpus.documents is not None:
             key = [*names, corpus.documents.fingerprint]
         digest = xxhash.xxh3_64_hexdigest(json.dumps(key).encode())
-        self.identity = f"{len(names)} files, {digest}"
-        if not self.ends[-1]:
-            raise DataError(f"no text in {corpus}. Expected documents: check the path")
+        return f"{len(names)} files, {digest}"
 
     def _count(self, file: str) -> tuple[int, int]:
         """Return the number of blocks of a file, and the estimated bytes of its text."""
@@ -349,30 +374,45 @@ class Blocks:
         return self.ends[-1]
 
     def __getitem__(self, number: int) -> Span:
-        """Return a block as a span of size 0. A file of the Hub is downloaded first.
+        """Return a block. A file of the Hub is downloaded first.
 
         Raises DataError if the download fails.
         """
+        corpus = self._corpus
         index = bisect_right(self.ends, number)
-        file = self._corpus.files[index]
+        file = corpus.files[index]
         first = self.ends[index - 1] if index else 0
         part, num_parts = number - first, self.ends[index] - first
-        if self._corpus.listing is not None:
-            self._corpus.listing.fetch(Path(file))
+        size = self._file_bytes[index] // num_parts
+        if corpus.listing is not None:
+            corpus.listing.fetch(Path(file))
             length = self._length(file)
-            return Span(file, length * part // num_parts, length * (part + 1) // num_parts, 0)
-        if self._corpus.format == "jsonl" and is_compressed(file):
+            return Span(file, length * part // num_parts, length * (part + 1) // num_parts, size)
+        if corpus.format == "jsonl" and is_compressed(file):
             return compressed_span(file, part, num_parts)
-        if self._corpus.documents is not None:
-            return _documents_span(self._corpus.documents, file, part, BLOCK_DOCUMENTS)
-        step = BLOCK_BYTES if self._corpus.format == "jsonl" else 1
-        return Span(file, part * step, (part + 1) * step, 0)
+        if corpus.documents is not None:
+            first = part * BLOCK_DOCUMENTS
+            stop = min(first + BLOCK_DOCUMENTS, len(corpus.documents))
+            return Span(file, first, stop, (stop - first) * DOCUMENT_BYTES)
+        step = BLOCK_BYTES if corpus.format == "jsonl" else 1
+        return Span(file, part * step, (part + 1) * step, size)
 
 
-def _documents_span(documents: UserDocuments, file: str, index: int, step: int) -> Span:
-    """Return range `index` of `step` documents each."""
-    stop = min((index + 1) * step, len(documents))
-    return Span(file, index * step, stop, (stop - index * step) * DOCUMENT_BYTES)
+def plan_pieces(corpus: Corpus) -> list[Piece]:
+    """Join the blocks to pieces of about ``PIECE_BYTES``. Small files share a piece."""
+    pieces: list[Piece] = []
+    current: list[Span] = []
+    size = 0
+    blocks = Blocks(corpus)
+    for span in map(blocks.__getitem__, range(len(blocks))):
+        if current and size + span.size > PIECE_BYTES:
+            pieces.append(tuple(current))
+            current, size = [], 0
+        size += span.size
+        if current and current[-1].file == span.file:
+            span = Span(span.file, current[-1].start, span.stop, current.pop().size + span.size)
+        current.append(span)
+    return [*pieces, tuple(current)]
 
 
 def piece_size(piece: Iterable[Span]) -> int:
@@ -380,70 +420,61 @@ def piece_size(piece: Iterable[Span]) -> int:
     return sum(span.size for span in piece)
 
 
-def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[Document | BadRecord]:
-    """Yield the documents of ``piece`` in order; also bad records, if ``on_bad_record`` is "skip".
+def read_piece(corpus: Corpus, piece: Iterable[Span]) -> Iterator[Record]:
+    """Yield the records of ``piece`` in order; also bad records, if ``on_bad_record`` is "skip".
 
     Raises DataError, with file and line (or row), for other bad records, and for a file of another
     format.
     """
     for span in piece:
-        for document in _documents(corpus, span):
-            if isinstance(document, BadRecord) and corpus.on_bad_record == "error":
-                raise document.error()
-            yield document
+        for record in _records(corpus, span):
+            if record.document is None and corpus.on_bad_record == "error":
+                raise record.error()
+            yield record
 
 
-def bad_document(corpus: Corpus, piece: Iterable[Span], number: int, problem: str) -> BadRecord:
-    """Return a bad record in place of document `number` of a piece, from 0, that `read_piece` yields.
-
-    Reads the piece again.
-    """
-    for span in piece:
-        num_documents = sum(1 for _ in _documents(corpus, span))
-        if number < num_documents:
-            break
-        number -= num_documents
+def _records(corpus: Corpus, span: Span) -> Iterator[Record]:
+    name, unit = span.file, _UNITS.get(corpus.format, "row")
     if corpus.documents is not None:
-        return BadRecord(str(corpus.documents), "row", span.start + number + 1, problem)
-    if corpus.format == "text":
-        return BadRecord(span.file, "byte", 0, problem)
-    if corpus.format == "jsonl":
-        offset, _ = next(islice(lines_of(span), number, None))
-        return BadRecord(span.file, "byte", offset, problem)
-    with Table(span.file, corpus.format, None) as table:
-        return BadRecord(span.file, "row", table.rows_before(span.start) + number + 1, problem)
-
-
-def _documents(corpus: Corpus, span: Span) -> Iterator[Document | BadRecord]:
-    if corpus.documents is not None:
-        return _user_texts(corpus, corpus.documents, span)
-    if corpus.format == "text":
-        return iter([read_text(span.file, corpus.processor)])
-    if corpus.format == "jsonl":
-        return read_lines(span, corpus.text_field, corpus.processor)
-    return read_table(span, corpus.format, corpus.text_field, corpus.processor)
-
-
-def _user_texts(
-    corpus: Corpus, documents: UserDocuments, span: Span
-) -> Iterator[Document | BadRecord]:
-    for number, document in enumerate(documents.read(span.start, span.stop), span.start + 1):
+        name = str(corpus.documents)
+    for offset, content in _contents(corpus, span):
         try:
-            yield _document_of(document, corpus)
-        except BadResult as error:
-            yield BadRecord(str(documents), "row", number, str(error))
+            yield Record(name, unit, offset, _document_of(corpus, content))
+        except NoDocument as error:
+            yield Record(name, unit, offset, None, str(error))
 
 
-def _document_of(document: Any, corpus: Corpus) -> Document:
-    """Return the document of a text or record of user code. Raises BadResult."""
+def _contents(corpus: Corpus, span: Span) -> Iterator[tuple[int, Any]]:
+    if corpus.documents is not None:
+        yield from enumerate(corpus.documents.read(span.start, span.stop), span.start + 1)
+    elif corpus.format == "text":
+        yield read_text(span.file)
+    elif corpus.format == "jsonl":
+        yield from read_lines(span)
+    else:
+        with Table(span.file, corpus.format, corpus.table_column) as table:
+            for chunk in range(span.start, span.stop):
+                yield from table.rows(chunk)
+
+
+def _document_of(corpus: Corpus, content: Any) -> Document:
+    """Return the document of a text or of a record. Raises NoDocument."""
+    if isinstance(content, NoDocument):
+        raise content
     if corpus.processor is not None:
-        return corpus.processor(document if isinstance(document, Mapping) else {"text": document})
-    is_record = isinstance(document, Mapping)
-    text = document.get(corpus.text_field) if is_record else document
-    if not isinstance(text, str):
-        field = f' in "{corpus.text_field}"' if is_record else ""
-        raise BadResult(f"it has {type(text).__name__}{field}, expected text")
-    return text
+        return corpus.processor(content if isinstance(content, Mapping) else {"text": content})
+    field = ""
+    if isinstance(content, Mapping):
+        field = f'"{corpus.text_field}"'
+        if corpus.text_field not in content:
+            names = abbreviate(", ".join(map(repr, content)) or "none")
+            raise NoDocument(f"no field {field} among {names} (set the source's `text_field`)")
+        content = content[corpus.text_field]
+    if not isinstance(content, str):
+        value = abbreviate(json.dumps(content, default=repr), 40)
+        raise NoDocument(f"{field or 'it'} is {value}, expected text")
+    check_text(content)
+    return content
 
 
 def _files_below(folder: Path, format_name: str) -> list[str]:
@@ -518,24 +549,3 @@ def _format_of(files: list[str]) -> str:
             "source's `format`, or give a narrower path"
         )
     return next(iter(examples))
-
-
-def _spans(corpus: Corpus, file: str) -> Iterator[Span]:
-    if corpus.documents is not None:
-        for index in range(-(-len(corpus.documents) // PIECE_DOCUMENTS)):
-            yield _documents_span(corpus.documents, file, index, PIECE_DOCUMENTS)
-        return
-    if corpus.format == "jsonl" and is_compressed(file):
-        num_parts = num_compressed_spans(file, os.stat(file).st_size)
-        yield from (compressed_span(file, part, num_parts) for part in range(num_parts))
-        return
-    if corpus.format in ("text", "jsonl"):
-        size = os.stat(file).st_size
-        step = PIECE_BYTES if corpus.format == "jsonl" else max(size, 1)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            yield Span(file, start, stop, stop - start)
-        return
-    with Table(file, corpus.format, corpus.table_column) as table:
-        for index, size in enumerate(table.sizes()):
-            yield Span(file, index, index + 1, size)

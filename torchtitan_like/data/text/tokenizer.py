@@ -27,7 +27,7 @@ from array import array
 from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
@@ -39,10 +39,6 @@ from torchtitan_like.data.text.word_patterns import (
     RANK_FILES,
 )
 from torchtitan_like.util.reading import read_json
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 CONFIG = "tokenizer_config.json"
 LLAMA3_NUM_SPECIALS = 256
@@ -94,14 +90,6 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
         """Return the token ids of each text, without BOS and EOS, as uint32."""
-
-    def encode_texts(self, texts: Sequence[str]) -> tuple[NDArray[np.uint32], NDArray[np.int64]]:
-        """Return the concatenated ids of all texts, and the number of ids of each text."""
-        import numpy as np  # a slow import, which checking a config does not need
-
-        encoded = self.encode_batch(texts)
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return np.frombuffer(b"".join(encoded), np.uint32), lengths
 
     def parts(self, text: str) -> Iterator[str]:
         """Yield parts of ``text`` whose concatenated ids are the ids of ``text``.
@@ -245,7 +233,7 @@ class _HuggingFaceTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> list[array[int]]:
         # The library's fastest function, also for one text: it computes no offsets.
-        with _library_errors(self.path, texts[0]):
+        with _library_errors(self.path, texts[0] if texts else ""):
             encoded = self._text_encoder.encode_batch_fast(list(texts), add_special_tokens=False)
         return [array("I", encoding.ids) for encoding in encoded]
 

@@ -12,9 +12,12 @@ import xxhash
 from pydantic import BaseModel
 
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.text.formats import BadResult, Document
+from torchtitan_like.data.text.formats import NoDocument
 from torchtitan_like.extensions.user_code import resolve_name
 from torchtitan_like.util.modules import describe_line
+
+# A document: its text, or its parts, each with True if its tokens are trained on.
+Document = str | list[tuple[str, bool]]
 
 
 class UserProcessor:
@@ -38,26 +41,21 @@ class UserProcessor:
         self.identity = xxhash.xxh3_128_hexdigest("\0".join(content).encode())
 
     def __call__(self, record: Mapping[str, Any]) -> Document:
-        """Return the document of a record. Raises BadResult for an error of user code."""
+        """Return the document of a record. Raises NoDocument for an error of user code."""
         try:
             result = self._function(record, self._settings)
         except Exception as error:  # user code may raise anything
-            raise BadResult(
+            raise NoDocument(
                 f"the sample processor {self._name} raised {type(error).__name__}: {error}"
                 f"{describe_line(error)}"
             ) from error
-        is_text = isinstance(result, str)
-        if is_text or (isinstance(result, Sequence) and all(map(_is_part, result))):
-            text = result if is_text else "".join(part for part, _ in result)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise BadResult(
-                    f"the sample processor {self._name} returned half of a surrogate pair at "
-                    f"character {error.start + 1}"
-                ) from error
-            return result if is_text else list(map(tuple, result))
-        raise BadResult(
+        if isinstance(result, str):
+            check_text(result)
+            return result
+        if isinstance(result, Sequence) and all(map(_is_part, result)):
+            check_text("".join(part for part, _ in result))
+            return list(map(tuple, result))
+        raise NoDocument(
             f"the sample processor {self._name} returned {result!r:.100}, expected text or pairs "
             "(text, is_trained)"
         )
@@ -66,6 +64,17 @@ class UserProcessor:
 def _is_part(value: Any) -> bool:
     is_pair = isinstance(value, Sequence) and len(value) == 2
     return is_pair and isinstance(value[0], str) and isinstance(value[1], bool)
+
+
+def check_text(text: str) -> None:
+    """Raise NoDocument unless the text can be written as UTF-8."""
+    try:
+        if not text.isascii():
+            text.encode()
+    except UnicodeEncodeError as error:
+        raise NoDocument(
+            f"half of a surrogate pair at character {error.start + 1} of the text"
+        ) from error
 
 
 class UserDocuments:

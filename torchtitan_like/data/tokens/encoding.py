@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from torchtitan_like.data.errors import DataError, TokenizerError
-from torchtitan_like.data.text.documents import Corpus, Piece, bad_document, read_piece
-from torchtitan_like.data.text.formats import BadRecord, Document, Span
+from torchtitan_like.data.text.documents import Corpus, Piece, Record, read_piece
+from torchtitan_like.data.text.formats import Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_like.data.text.user_documents import Document
 from torchtitan_like.data.tokens.token_file import (
     NOT_TRAINED,
     PROGRESS_SECONDS,
@@ -34,6 +34,7 @@ from torchtitan_like.data.tokens.token_file import (
 MIN_PIECES_FOR_WORKERS = 4
 POLL_SECONDS = 1.0  # between reports while the workers are busy
 GROUP_CHARACTERS = 1 << 18  # tokenized in one call
+_MARK = int(NOT_TRAINED)
 
 
 @dataclass(frozen=True)
@@ -157,137 +158,120 @@ def encode_piece(
     record. report: called with the number of bytes of text of each group of documents. Raises
     TokenizerError for token ids beyond the vocabulary.
     """
-    encoder = _PieceEncoder(policy, has_masks=corpus.processor is not None)
-    spans, num_read = list(piece), 0
-    for group in _groups(read_piece(corpus, spans)):
-        encoder.bad += [record for record in group if isinstance(record, BadRecord)]
-        documents = [record for record in group if not isinstance(record, BadRecord)]
+    has_masks = corpus.processor is not None
+    encoder = _PieceEncoder(policy, report, has_masks=has_masks)
+    records = read_piece(corpus, piece)
+    for group in _groups(records) if not has_masks else ([record] for record in records):
         try:
-            encoder.add_group(documents, report)
+            encoder.add([record.document for record in group if record.document is not None])
         except TokenizerError:
             raise
         except DataError:
-            for number, record in enumerate(group, start=num_read):
-                if isinstance(record, BadRecord):
-                    continue
+            for index, record in enumerate(group):
                 try:
-                    encoder.add_group([record], report)
+                    encoder.add([] if record.document is None else [record.document])
                 except DataError as error:
-                    bad = bad_document(corpus, spans, number, str(error))
+                    group[index] = record.without_document(str(error))
                     if corpus.on_bad_record == "error":
-                        raise bad.error() from error
-                    encoder.bad.append(bad)
-        num_read += len(group)
+                        raise group[index].error() from error
+        encoder.bad += [record for record in group if record.document is None]
     return encoder.as_piece()
 
 
 class _PieceEncoder:
-    """Collects encoded documents: their tokens, with BOS and EOS, in the type on disk."""
+    """Collects encoded documents: their tokens, with BOS and EOS, in the type on disk.
 
-    def __init__(self, policy: TokenPolicy, *, has_masks: bool = False) -> None:
+    has_masks: tokens of parts that are not trained on are marked.
+    """
+
+    def __init__(
+        self, policy: TokenPolicy, report: Callable[[int], None], *, has_masks: bool
+    ) -> None:
+        self._policy = policy
         self._tokenizer = policy.tokenizer
+        self._report = report
         self._has_masks = has_masks
-        self._before = _as_array(policy.bos_id)
-        self._after = _as_array(policy.eos_id)
         self._dtype = token_type(policy.tokenizer.vocab_size, has_masks=has_masks)
         self._tokens = array("H" if self._dtype.itemsize == 2 else "I")
-        self._lengths: list[NDArray[np.int64]] = []
+        self._lengths: list[int] = []
         self._hashes: list[int] = []
         self._num_empty = 0
         self._text_bytes = 0
-        self.bad: list[BadRecord] = []
+        self.bad: list[Record] = []
 
-    def add_group(self, documents: Sequence[Document], report: Callable[[int], None]) -> None:
-        """Encode documents. Adds none of them if it raises DataError."""
-        start, num_tokens = len(self._lengths), len(self._tokens)
-        counts = len(self._hashes), self._num_empty, self._text_bytes
+    def add(self, documents: Sequence[Document]) -> None:
+        """Encode one document, or several texts. Adds none of them if it raises DataError."""
+        if len(documents) == 1:
+            self._add_in_parts(documents[0])
+            return
         texts = [document for document in documents if isinstance(document, str)]
-        try:
-            if self._has_masks:
-                for document in documents:
-                    self._add_parts(document, report)
-            elif len(texts) == 1:
-                self._add_long(texts[0], report)
-            elif texts:
-                self._add(texts, report)
-        except DataError:
-            del self._lengths[start:], self._tokens[num_tokens:], self._hashes[counts[0] :]
-            _, self._num_empty, self._text_bytes = counts
-            raise
-
-    def _add(self, texts: Sequence[str], report: Callable[[int], None]) -> None:
-        """Encode several documents in one call of the tokenizer."""
-        ids, lengths = self._tokenizer.encode_texts(texts)
-        is_empty = lengths == 0
-        pairs = zip(texts, is_empty.tolist(), strict=True)
-        raw = [text.encode() for text, empty in pairs if not empty]
-        self._hashes += map(xxhash.xxh3_64_intdigest, raw)
-        self._num_empty += int(is_empty.sum())
-        lengths = lengths[~is_empty]
-        num_before = len(self._before)
-        num_added = num_before + len(self._after)
-        ends = np.cumsum(lengths + num_added)
-        tokens = np.empty(len(ids) + len(lengths) * num_added, np.uint32)
-        shifts = np.repeat(np.arange(len(lengths)) * num_added + num_before, lengths)
-        tokens[np.arange(len(ids)) + shifts] = ids
-        if num_before:
-            tokens[ends - lengths - num_added] = self._before
-        if len(self._after):
-            tokens[ends - 1] = self._after
-        self._append(tokens)
-        self._lengths.append(lengths + num_added)
-        num_bytes = sum(map(len, raw))
-        self._text_bytes += num_bytes
-        report(num_bytes)
-
-    def _add_long(self, text: str, report: Callable[[int], None]) -> None:
-        """Encode one document in parts, because a tokenizer needs many times the input's memory."""
-        digest = xxhash.xxh3_64()
-        num_bytes = length = 0
-        for part in self._tokenizer.parts(text):
-            ids, _ = self._tokenizer.encode_texts([part])
-            if not length and len(ids):
-                self._append(self._before)
+        num_bytes = 0
+        for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
+            start = self._start_document()
             self._append(ids)
-            raw = part.encode()
-            digest.update(raw)
-            length += len(ids)
+            raw = text.encode()
+            self._end_document(start, xxhash.xxh3_64_intdigest(raw), len(raw))
             num_bytes += len(raw)
-            report(len(raw))
-        if not length:
+        self._report(num_bytes)
+
+    def _add_in_parts(self, document: Document) -> None:
+        """Encode one document in parts, because a tokenizer needs many times the input's memory."""
+        parts = [(document, True)] if isinstance(document, str) else document
+        start = self._start_document()
+        digest = xxhash.xxh3_64()
+        num_bytes, is_trained = 0, True
+        try:
+            for text, is_trained in parts:
+                for part in self._tokenizer.parts(text):
+                    self._append(self._tokenizer.encode_batch([part])[0], is_trained=is_trained)
+                    raw = part.encode()
+                    digest.update(raw)
+                    num_bytes += len(raw)
+                    self._report(len(raw))
+        except DataError:
+            del self._tokens[start:]
+            raise
+        if self._has_masks:
+            digest = xxhash.xxh3_64(json.dumps(parts).encode())
+        self._end_document(start, digest.intdigest(), num_bytes, is_trained=is_trained)
+
+    def _start_document(self) -> int:
+        """Append BOS. Returns the number of tokens before."""
+        start = len(self._tokens)
+        if self._policy.bos_id is not None:
+            self._tokens.append(self._policy.bos_id | (_MARK if self._has_masks else 0))
+        return start
+
+    def _end_document(
+        self, start: int, digest: int, num_bytes: int, *, is_trained: bool = True
+    ) -> None:
+        """Append EOS to the tokens from ``start`` on, and count the document if it has tokens."""
+        if len(self._tokens) - start == (self._policy.bos_id is not None):
+            del self._tokens[start:]
             self._num_empty += 1
             return
-        self._append(self._after)
-        self._lengths.append(np.array([length + len(self._before) + len(self._after)]))
-        self._hashes.append(digest.intdigest())
+        if self._policy.eos_id is not None:
+            self._tokens.append(self._policy.eos_id | (0 if is_trained else _MARK))
+        self._lengths.append(len(self._tokens) - start)
+        self._hashes.append(digest)
         self._text_bytes += num_bytes
 
-    def _add_parts(self, document: Document, report: Callable[[int], None]) -> None:
-        """Encode the parts of one document. Tokens of parts that are not trained on are marked."""
-        parts = [(document, True)] if isinstance(document, str) else document
-        encoded = [
-            (self._tokenizer.encode_texts([piece])[0], is_trained)
-            for text, is_trained in parts
-            for piece in self._tokenizer.parts(text)
-        ]
-        length = sum(len(ids) for ids, _ in encoded)
-        if not length:
-            self._num_empty += 1
-            return
-        for ids, is_trained in [(self._before, False), *encoded, (self._after, parts[-1][1])]:
-            self._append(ids if is_trained else ids | NOT_TRAINED)
-        raw = json.dumps(parts).encode()
-        self._lengths.append(np.array([length + len(self._before) + len(self._after)]))
-        self._hashes.append(xxhash.xxh3_64_intdigest(raw))
-        self._text_bytes += sum(len(text.encode()) for text, _ in parts)
-        report(len(raw))
+    def _append(self, token_ids: array[int], *, is_trained: bool = True) -> None:
+        ids = np.frombuffer(token_ids, np.uint32)
+        largest = int(ids.max(initial=0))
+        if largest >= self._tokenizer.vocab_size:
+            raise TokenizerError(
+                f"{self._tokenizer.path} returned the id {largest}. Expected ids below its "
+                f"vocabulary size, {self._tokenizer.vocab_size}: check the tokenizer"
+            )
+        marked = ids if is_trained else ids | NOT_TRAINED
+        self._tokens.frombytes(marked.astype(self._dtype).tobytes())
 
     def as_piece(self) -> EncodedPiece:
         """Return everything added so far."""
-        lengths = np.concatenate([np.empty(0, np.int64), *self._lengths]).astype(np.uint64)
         return EncodedPiece(
             np.frombuffer(self._tokens, self._dtype),
-            lengths,
+            np.array(self._lengths, np.uint64),
             np.array(self._hashes, np.uint64),
             self._num_empty,
             self._text_bytes,
@@ -295,40 +279,19 @@ class _PieceEncoder:
             str(self.bad[0]) if self.bad else "",
         )
 
-    def _append(self, ids: NDArray[np.uint32]) -> None:
-        """Append ids, which may have the mark `NOT_TRAINED`."""
-        largest = int((ids & ~NOT_TRAINED).max(initial=0))
-        vocab_size = self._tokenizer.vocab_size
-        if largest >= vocab_size:
-            raise TokenizerError(
-                f"{self._tokenizer.path} returned the id {largest}. Expected ids below its "
-                f"vocabulary size, {vocab_size}: check the tokenizer"
-            )
-        self._tokens.frombytes(ids.astype(self._dtype).data.cast("B") if len(ids) else b"")
 
-
-def _as_array(token_id: int | None) -> NDArray[np.uint32]:
-    return np.array([] if token_id is None else [token_id], np.uint32)
-
-
-def _groups(records: Iterable[Document | BadRecord]) -> Iterator[list[Document | BadRecord]]:
-    """Yield records in groups of up to `GROUP_CHARACTERS`. A longer record is a separate group."""
-    group = list[Document | BadRecord]()
+def _groups(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield records in groups of up to `GROUP_CHARACTERS`. A longer one is a separate group."""
+    group: list[Record] = []
     num_characters = 0
     for record in records:
-        size = _num_characters(record)
+        size = len(record.document or "")
         if group and num_characters + size > GROUP_CHARACTERS:
             yield group
             group, num_characters = [], 0
         group.append(record)
         num_characters += size
     yield group
-
-
-def _num_characters(record: Document | BadRecord) -> int:
-    if isinstance(record, BadRecord):
-        return 0
-    return len(record) if isinstance(record, str) else sum(len(text) for text, _ in record)
 
 
 # ---- progress

@@ -78,7 +78,8 @@ def draw_documents(corpus: Corpus, num_documents: int, seed: int) -> list[str]:
     for number, piece_index in enumerate([*spread, *others]):
         if number >= num_pieces and num_read >= num_documents:
             break
-        for document_index, text in enumerate(read_piece(corpus, pieces[piece_index])):
+        for document_index, record in enumerate(read_piece(corpus, pieces[piece_index])):
+            text = record.document
             if not isinstance(text, str) or not text:
                 continue
             num_read += 1
