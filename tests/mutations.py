@@ -140,6 +140,48 @@ MUTATIONS = (
         'frozen=True, extra="ignore"',
         "tests/unit/config",
     ),
+    Mutation(
+        "a damaged extent is read without an error",
+        "checkpoint/verification.py",
+        "if digest.hexdigest() != self.record.extents[index]:",
+        "if len(digest.hexdigest()) != len(self.record.extents[index]):",
+        "tests/unit/checkpoint tests/distributed/test_loading.py tests/faults/test_damage.py",
+    ),
+    Mutation(
+        "retention ignores a newest step that was damaged since",
+        "checkpoint/step_folders.py",
+        "if not self._is_full(*expiry.newest_full):",
+        "if self._is_full(*expiry.newest_full):",
+        "tests/unit/checkpoint/test_retention.py",
+    ),
+    Mutation(
+        "every epoch has the same order",
+        "data/samples/order.py",
+        "mix64(mix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch))",
+        "mix64(mix64(np.array([seed % 2**64], np.uint64)) ^ np.uint64(0))",
+        "tests/unit/data",
+    ),
+    Mutation(
+        "positions do not restart at documents",
+        "data/samples/packing.py",
+        "starts[row, column] = column\n",
+        "starts[row, column] = 0\n",
+        "tests/unit/data",
+    ),
+    Mutation(
+        "rows of metrics beyond the loaded step stay",
+        "util/jsonl.py",
+        "kept.writelines(compress(lines, map(not_, is_moved)))",
+        "kept.writelines(lines)",
+        "tests/unit/util tests/unit/monitor",
+    ),
+    Mutation(
+        "the first labels of documents are trained although masked",
+        "data/samples/packing.py",
+        "is_label = samples[row] >= 0",
+        "is_label = samples[row] < 0",
+        "tests/unit/data",
+    ),
 )
 
 
