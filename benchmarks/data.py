@@ -54,7 +54,7 @@ import torch
 
 from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.config.sections_training import Data, DataSource, Training
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.documents import find_corpus
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
@@ -81,12 +81,11 @@ def measure(variants: dict[str, Variant], rounds: int) -> dict[str, list[float]]
 
 def reading_variants(corpus: Path, folder: Path) -> dict[str, Variant]:
     """Return the trainer's iterator and a bare loop over the same file."""
-    batches = build_train_batches(
-        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+    batches = DataBuilder(
         Data(sources={"own": {"path": str(corpus)}}, cache_folder=str(folder)),
-        tokenizer=load_tokenizer(ASSETS), dump_folder=str(folder), seed=1, dp_rank=0, dp_size=1,
-        num_accumulation=1,
-    )  # fmt: skip
+        tokenizer=load_tokenizer(ASSETS),
+        dump_folder=str(folder),
+    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
     (file,) = folder.glob("*/tokens.bin")
     tokens = np.memmap(file, np.uint16, "r")
     generator = np.random.default_rng(1)
@@ -111,19 +110,14 @@ def reading_variants(corpus: Path, folder: Path) -> dict[str, Variant]:
 def measure_verification(folder: Path, copies: int, rounds: int) -> None:
     """Print CPU milliseconds of a batch with and without verification of its extents."""
     write_documents(folder / "text.jsonl", 3000, copies)
-    batches = build_train_batches(
-        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+    batches = DataBuilder(
         Data(
             sources={"own": DataSource(path=str(folder / "text.jsonl"))},
             cache_folder=str(folder / "cache"),
         ),
         tokenizer=load_tokenizer(ASSETS),
         dump_folder=str(folder),
-        seed=1,
-        dp_rank=0,
-        dp_size=1,
-        num_accumulation=1,
-    )
+    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
     tokens: Any = batches._batches._samples.parts[0].file.tokens
     verify, num_verified = tokens.file.verify, 0
 
@@ -237,16 +231,16 @@ def first_batch(folder: str, position: str, packing: str) -> None:
     tokenizer = load_tokenizer(ASSETS)
     tokenizer.encode("warm-up")
     before, start = memory_mib(), time.perf_counter()
-    batches = build_train_batches(
-        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+    batches = DataBuilder(
         Data(
             sources={"own": DataSource(path=folder, format="tokens")},
             packing=packing,  # type: ignore[arg-type]
             mask_document_starts=True,
         ),
-        tokenizer=tokenizer, dump_folder=folder, seed=1, dp_rank=0, dp_size=1, num_accumulation=1,
+        tokenizer=tokenizer,
+        dump_folder=folder,
         with_positions=True,
-    )  # fmt: skip
+    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
     if int(position):
         counts = batches.order.counts_at(int(position))
         batches.load_state_dict(
@@ -348,11 +342,11 @@ def stream_start(folder: str, position: str, on_hub: str) -> None:
     cache = Path(folder, "cache")
     shutil.rmtree(cache, ignore_errors=True)
     start, cpu = time.perf_counter(), time.process_time()
-    batches = build_train_batches(
-        Training(seq_len=SEQ_LEN, local_batch_size=BATCH),
+    batches = DataBuilder(
         Data(sources={"own": DataSource(path=path, streaming=True)}, cache_folder=str(cache)),
-        tokenizer=tokenizer, dump_folder=folder, seed=1, dp_rank=0, dp_size=1, num_accumulation=1,
-    )  # fmt: skip
+        tokenizer=tokenizer,
+        dump_folder=folder,
+    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
     window = int(position) // 6000  # windows have up to 6,000 samples
     state = {
         "position": int(position),

@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.data.batches.training import TrainBatches
 from torchtitan_like.data.batches.validation import ValidationBatches
-from torchtitan_like.data.build import build_train_batches, build_validation_sets
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.determinism import seed_everything
@@ -192,25 +192,24 @@ def build_data(run: RankRun) -> DataParts:
     """
     config, world = run.config, run.world
     tokenizer = load_tokenizer(config.model.tokenizer_folder)
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "dump_folder": config.job.dump_folder,
-        "dp_rank": world.dims.dp_coordinate(world.rank),
-        "dp_size": world.dims.dp,
-        "with_positions": needs_positions(run.args),
-        "group": world.step_group,
-        "is_recorder": world.dims.counts_tokens(world.rank),
-        "settings": config.extra_sections,
-    }
-    batches = build_train_batches(
-        config.training,
+    builder = DataBuilder(
         config.data,
+        tokenizer,
+        config.job.dump_folder,
+        dp_rank=world.dims.dp_coordinate(world.rank),
+        dp_size=world.dims.dp,
+        with_positions=needs_positions(run.args),
+        group=world.step_group,
+        is_recorder=world.dims.counts_tokens(world.rank),
+        settings=config.extra_sections,
+    )
+    batches = builder.train_batches(
+        config.training,
         seed=run.seed,
         num_accumulation=run.geometry.num_micro_batches,
         replica_group=config.fault_tolerance.share,
-        **shared,
     )
-    validation_sets = build_validation_sets(config.validation, config.data, **shared)
+    validation_sets = builder.validation_sets(config.validation)
     batches.check_ranks(world.step_group.gather_objects, validation_sets)
     run.origin.warn_of_another_model(batches.fingerprint["tokenizer"])
     stored = run.origin.stored("data")

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import build as data_build
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
@@ -70,17 +70,14 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     documents.PIECE_BYTES = documents.BLOCK_BYTES = 300
     group = HostGroup(list(range(dist.get_world_size())), timedelta(seconds=60))
     try:
-        batches = data_build.build_train_batches(
-            Training(dataset_path=str(corpus), seq_len=16),
+        batches = DataBuilder(
             Data(),
             tokenizer=load_tokenizer(ASSETS),
             dump_folder=str(run),
-            seed=1,
             dp_rank=dist.get_rank(),
             dp_size=dist.get_world_size(),
-            num_accumulation=1,
             group=group,
-        )
+        ).train_batches(Training(dataset_path=str(corpus), seq_len=16), seed=1, num_accumulation=1)
         next(batches)
         return "", str(batches._batches._samples.parts[0].file.folder), handler.lines
     except DataError as error:
@@ -174,7 +171,7 @@ def test_full_disk_ends_all_ranks(name: str, corpus: Path, tmp_path: Path) -> No
 
 
 # Actions that each rank performs without a build.
-LOCAL = {"open the cache": "tokens.token_cache.Entry.open", "plan the samples": "build.pack"}
+LOCAL = {"open the cache": "tokens.token_cache.Entry.open", "plan the samples": "builder.pack"}
 
 
 @pytest.mark.parametrize("is_built", [False, True])

@@ -25,7 +25,7 @@ from torchtitan_like.checkpoint.tools.compare import compare_checkpoints
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.batches.batch import chain_digest
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.util.bundle import TOKENIZER
 from torchtitan_like.util.jsonl import read_rows
@@ -185,11 +185,13 @@ def job(folder: Path, lighthouse: str, ngpu: int, settings: dict[str, str]) -> I
 
 def chain_of(group: int, num_steps: int, folder: Path) -> int:
     """Return the digest chain of a group's first batches, read by one process."""
-    batches = build_train_batches(
+    builder = DataBuilder(Data(), load_tokenizer(str(TOKENIZER)), str(folder))
+    batches = builder.train_batches(
         Training(dataset="shakespeare_validation", local_batch_size=BATCH, seq_len=SEQ_LEN),
-        Data(), tokenizer=load_tokenizer(str(TOKENIZER)), dump_folder=str(folder), seed=SEED,
-        dp_rank=0, dp_size=1, num_accumulation=1, replica_group=(group, 2),
-    )  # fmt: skip
+        seed=SEED,
+        num_accumulation=1,
+        replica_group=(group, 2),
+    )
     chain = 0
     for _ in range(num_steps):
         chain = chain_digest(chain, next(batches).digest)

@@ -357,16 +357,7 @@ def _show(arguments: argparse.Namespace) -> int:
     module = custom_import_in(arguments.settings)
     config = load_trusted(checkpoint / CONFIG, module, arguments.settings)
     tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
-    content = read_step(
-        config.training,
-        config.data,
-        config.job.dump_folder,
-        manifest,
-        tokenizer,
-        arguments.step,
-        config.extra_sections,
-        config.fault_tolerance.share,
-    )
+    content = read_step(config, manifest, tokenizer, arguments.step)
     recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     code = 0 if recorded in (None, content.digest) else DIFFERENT
     if arguments.json:

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.config.sections_training import Data, Training
+from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_train_batches, resolve_sources
+from torchtitan_like.data.builder import DataBuilder, resolve_sources
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.streaming import window_folder
 from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.extensions.protocols import Settings
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.run_directory import METRICS
 
@@ -64,47 +64,36 @@ class StepSamples:
 
 
 def read_step(
-    training: Training,
-    data: Data,
-    dump_folder: str,
-    manifest: dict[str, Any],
-    tokenizer: Tokenizer,
-    step: int,
-    settings: Settings,
-    replica_group: tuple[int, int],
+    config: JobConfig, manifest: dict[str, Any], tokenizer: Tokenizer, step: int
 ) -> StepSamples:
     """Return the samples that a run reads in `step`, before or after the step of its checkpoint.
 
-    manifest: manifest of the checkpoint. settings: the config sections of user code.
-    replica_group: see `TrainBatches`. A group that was lost for some steps reads other samples.
-    Builds a missing token cache and writes nothing else.
+    manifest: manifest of the checkpoint. A replica group that was lost for some steps reads other
+    samples. Builds a missing token cache and writes nothing else.
     Raises DataError, also if the data ends before `step`.
     """
     if step > MAX_STEP:
         raise DataError(
             f"step {step:,} is too large. Expected at most {MAX_STEP:,}: give an earlier one"
         )
+    training, data, dump_folder = config.training, config.data, config.job.dump_folder
     sources = resolve_sources("training", training, data.sources)
     is_streamed = any(named.source.streaming for named in sources)
+    replica_group = config.fault_tolerance.share
     with tempfile.TemporaryDirectory() as folder:
         if is_streamed:
             # Do not share windows with a run: it deletes each window that it has read.
-            _link_downloads(data, dump_folder, Path(folder))
+            _link_downloads(CacheFolders(data.cache_folder, dump_folder), Path(folder))
             if data.cache_folder:
                 data = data.model_copy(update={"cache_folder": f"{folder}/{_WINDOWS}"})
             dump_folder = folder
+        builder = DataBuilder(data, tokenizer, dump_folder, settings=config.extra_sections)
         # One rank reads whole batches, one sample at a time.
-        batches = build_train_batches(
+        batches = builder.train_batches(
             training.model_copy(update={"local_batch_size": 1}),
-            data,
-            tokenizer=tokenizer,
-            dump_folder=dump_folder,
             seed=manifest["seed"],
-            dp_rank=0,
-            dp_size=1,
             num_accumulation=manifest["global_batch_size"] // replica_group[1],
             makes_windows_ahead=False,
-            settings=settings,
             replica_group=replica_group,
         )
         _seek(batches, manifest, step)
@@ -136,11 +125,11 @@ def recorded_digest(run: Path, step: int) -> str | None:
 _WINDOWS = VISIBLE_CACHE_FOLDER_NAME
 
 
-def _link_downloads(data: Data, dump_folder: str, folder: Path) -> None:
+def _link_downloads(folders: CacheFolders, folder: Path) -> None:
     """Link the files that a run downloaded for its streams into `folder`, without its windows."""
     windows = folder / _WINDOWS
     windows.mkdir()
-    for entry in window_folder(data, dump_folder).glob("[!.]*"):
+    for entry in window_folder(folders).glob("[!.]*"):
         if not entry.name.startswith("window-"):
             (windows / entry.name).symlink_to(entry)
 

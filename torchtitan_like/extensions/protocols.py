@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 Settings = Mapping[str, Any]
-NO_SETTINGS: Settings = MappingProxyType({})
 
 
 class OptimizerBuilder(Protocol):

@@ -29,7 +29,7 @@ from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 TEXTS = [
@@ -231,7 +231,7 @@ def test_sources_may_have_other_formats(tmp_path: Path, capsys: pytest.CaptureFi
     )
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     tokens = cached_tokens(rows_corpus, policy, entry_of(rows_corpus, "own", policy),
-                           cache_folder=str(tmp_path / "tokens"), dump_folder="unused")  # fmt: skip
+                           CacheFolders(str(tmp_path / "tokens"), "unused"))  # fmt: skip
     options = ("--format", "tokens", "--tokenizer", ASSETS)
     assert run("dataset", tokens.folder, tmp_path / "decoded.jsonl", *options) == 0
     assert texts_of(tmp_path / "decoded.jsonl") == rows

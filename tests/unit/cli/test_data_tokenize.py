@@ -16,7 +16,7 @@ from torchtitan_like.cli.data_commands import FORMATS
 from torchtitan_like.data.text.documents import ENDINGS, find_corpus
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 SMALL_PIECE = 500  # bytes, so that the corpus has tens of pieces
@@ -109,7 +109,7 @@ def test_output_equals_the_token_cache_of_a_run(
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     inputs = find_corpus(str(corpus))
     cached = cached_tokens(
-        inputs, policy, entry_of(inputs, "own", policy), cache_folder=None, dump_folder="unused"
+        inputs, policy, entry_of(inputs, "own", policy), CacheFolders(None, "unused")
     )
     assert contents(tmp_path / "out tokens") == contents(cached.folder)
     printed = capsys.readouterr().out
@@ -201,7 +201,7 @@ def test_bad_records_are_skipped_as_in_a_run(
     tokenizer, inputs = load_tokenizer(ASSETS), find_corpus(str(corpus), on_bad_record="skip")
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
     cached = cached_tokens(
-        inputs, policy, entry_of(inputs, "own", policy), cache_folder=None, dump_folder="unused"
+        inputs, policy, entry_of(inputs, "own", policy), CacheFolders(None, "unused")
     )
     assert contents(tmp_path / "out") == contents(cached.folder)
 

@@ -12,7 +12,7 @@ import pytest
 
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
@@ -88,16 +88,17 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
         replica_group: tuple[int, int] = (0, 1),
         **source: Any,
     ) -> TrainBatches:
-        return build_train_batches(
-            Training(seq_len=seq_len, local_batch_size=local_batch_size),
+        return DataBuilder(
             Data(**{"sources": {"own": {"path": str(path), **source}}, **(data or {})}),
             tokenizer=tokenizer,
             dump_folder=str(tmp_path / "run"),
-            seed=seed,
             dp_rank=dp[0],
             dp_size=dp[1],
-            num_accumulation=num_accumulation,
             with_positions=with_positions,
+        ).train_batches(
+            Training(seq_len=seq_len, local_batch_size=local_batch_size),
+            seed=seed,
+            num_accumulation=num_accumulation,
             replica_group=replica_group,
         )
 

@@ -27,7 +27,7 @@ from torchtitan_like.config.sections_training import Data, DataSource, Validatio
 from torchtitan_like.data.batches.batch import Batch, assemble
 from torchtitan_like.data.batches.batch import Plan as ReadingPlan
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_validation_sets
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.samples import best_fit
 from torchtitan_like.data.samples.best_fit import (
@@ -41,6 +41,7 @@ from torchtitan_like.data.samples.best_fit import (
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_file import TokenFile, TokenMeta
 
 from .conftest import flip_bit, write_jsonl
@@ -48,6 +49,7 @@ from .test_token_cache import wait_for
 
 Build = Callable[..., TrainBatches]
 BEST_FIT = {"packing": "best_fit"}
+UNUSED = CacheFolders(None, "unused")
 
 
 def token_file(folder: Path, lengths: list[int]) -> TokenFile:
@@ -70,7 +72,7 @@ def token_file(folder: Path, lengths: list[int]) -> TokenFile:
 
 
 def cached_plan(file: TokenFile, seq_len: int, dump_folder: str = "unused") -> Plan:
-    return best_fit.cached_plan(file, seq_len, cache_folder=None, dump_folder=dump_folder)
+    return best_fit.cached_plan(file, seq_len, CacheFolders(None, dump_folder))
 
 
 def packed_by_a_plain_loop(lengths: list[int], seq_len: int) -> list[list[range]]:
@@ -101,9 +103,7 @@ def batch_of(samples: PackedSamples, numbers: list[int]) -> Batch:
 
 
 def packed(folder: Path, lengths: list[int], seq_len: int) -> BestFitSamples:
-    return BestFitSamples(
-        token_file(folder, lengths), seq_len, cache_folder=None, dump_folder="unused"
-    )
+    return BestFitSamples(token_file(folder, lengths), seq_len, UNUSED)
 
 
 corpora = (
@@ -225,14 +225,14 @@ def test_documents_without_a_label_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r'all 3 documents .* have one token\. .*data\.packing = "concat"'
     ):
-        BestFitSamples(token_file(tmp_path, [1, 1, 1]), 4, cache_folder=None, dump_folder="unused")
+        BestFitSamples(token_file(tmp_path, [1, 1, 1]), 4, UNUSED)
 
 
 def test_the_packing_policy_selects_the_class_of_samples(tmp_path: Path) -> None:
     file = token_file(tmp_path, [3, 5])
-    assert type(pack(file, 4, Data(), "unused")) is PackedSamples
-    assert type(pack(file, 4, Data(packing="best_fit"), "unused")) is BestFitSamples
-    assert pack(file, 4, Data(mask_document_starts=True), "unused").mask_document_starts
+    assert type(pack(file, 4, Data(), UNUSED)) is PackedSamples
+    assert type(pack(file, 4, Data(packing="best_fit"), UNUSED)) is BestFitSamples
+    assert pack(file, 4, Data(mask_document_starts=True), UNUSED).mask_document_starts
 
 
 # The plan on disk
@@ -332,6 +332,7 @@ import logging, os, sys
 from pathlib import Path
 import numpy as np
 from torchtitan_like.data.samples import best_fit
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_file import TokenFile, TokenMeta
 fsync = os.fsync
 def fsync_and_pause(descriptor):
@@ -343,7 +344,7 @@ def fsync_and_pause(descriptor):
 os.fsync = fsync_and_pause
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 file = TokenFile(Path({folder!r}), np.empty(0), np.array({offsets}, np.uint64), {meta})
-print(best_fit.cached_plan(file, 4, cache_folder=None, dump_folder="unused").starts.tolist(), flush=True)
+print(best_fit.cached_plan(file, 4, CacheFolders(None, "unused")).starts.tolist(), flush=True)
 """
 
 
@@ -449,14 +450,9 @@ def test_validation_reads_packed_samples(
     build: Build, corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
     source: Any = {"own": DataSource(path=str(corpus_file))}
-    batches = build_validation_sets(
-        Validation(enable=True, seq_len=16, local_batch_size=3, sources=source),
-        Data(packing="best_fit"),
-        tokenizer=tokenizer,
-        dump_folder=str(tmp_path),
-        dp_rank=0,
-        dp_size=1,
-    )[""]
+    batches = DataBuilder(
+        Data(packing="best_fit"), tokenizer=tokenizer, dump_folder=str(tmp_path)
+    ).validation_sets(Validation(enable=True, seq_len=16, local_batch_size=3, sources=source))[""]
     (part,) = build(corpus_file, data=BEST_FIT)._batches._samples.parts
     meta = part.file.meta
     assert sum(batch.num_valid_tokens for batch in batches) == meta.num_tokens - meta.num_documents

@@ -17,7 +17,7 @@ from torchtitan_like.data.text import documents, formats
 from torchtitan_like.data.text.documents import Blocks, find_corpus, plan_pieces, read_piece
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
 
 from .conftest import ASSETS, TEXTS, write_jsonl
 
@@ -157,7 +157,7 @@ def test_gzip_and_plain_text_have_the_same_token_cache(
     def make_cache(folder: Path, on_bad_record: str = "error") -> tuple[bytes, int, int]:
         corpus = find_corpus(str(folder), on_bad_record=on_bad_record)  # type: ignore[arg-type]
         file = cached_tokens(corpus, policy, entry_of(corpus, "own", policy),
-                             cache_folder=None, dump_folder=str(tmp_path), num_workers=1)  # fmt: skip
+                             CacheFolders(None, str(tmp_path)), num_workers=1)  # fmt: skip
         return (file.folder / "tokens.bin").read_bytes(), file.meta.text_digest, file.meta.num_bad
 
     complete = make_cache(plain.parent)

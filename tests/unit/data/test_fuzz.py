@@ -22,7 +22,7 @@ import tokenizers
 
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.text import documents as document_files
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -330,16 +330,17 @@ def ramp_sizes(ramp: list[int], total: int) -> list[tuple[int, int]]:
 
 
 def build(case: Case, tokenizer: Tokenizer, layout: Layout, rank: int) -> TrainBatches:
-    return build_train_batches(
-        Training(**case.training, local_batch_size=layout.local),
+    return DataBuilder(
         Data(**case.data),
         tokenizer=tokenizer,
         dump_folder=case.data["cache_folder"],
-        seed=case.run.seed,
         dp_rank=rank,
         dp_size=layout.dp,
-        num_accumulation=layout.accumulation,
         with_positions=case.with_positions,
+    ).train_batches(
+        Training(**case.training, local_batch_size=layout.local),
+        seed=case.run.seed,
+        num_accumulation=layout.accumulation,
     )
 
 

@@ -341,7 +341,7 @@ def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Pa
         import huggingface_hub
         from tests.unit.data.test_hub_stream import PATH, Hub
         from torchtitan_like.config.sections_training import Data, Training
-        from torchtitan_like.data import build
+        from torchtitan_like.data.builder import DataBuilder
         from torchtitan_like.data.samples import streaming
         from torchtitan_like.data.text import formats, tokenizer
         formats.COMPRESSED_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 10**6, 500, 1
@@ -353,10 +353,10 @@ def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Pa
             calls.append(args)
             return hub.hf_hub_download(*args, **options)
         huggingface_hub.HfApi, huggingface_hub.hf_hub_download = lambda: hub, slow
-        batches = build.build_train_batches(
-            Training(seq_len=16), Data(sources={"own": {"path": PATH, "streaming": True}}),
-            tokenizer=tokenizer.load_tokenizer(sys.argv[3]), dump_folder=sys.argv[2], seed=1,
-            dp_rank=0, dp_size=1, num_accumulation=1)
+        builder = DataBuilder(
+            Data(sources={"own": {"path": PATH, "streaming": True}}),
+            tokenizer.load_tokenizer(sys.argv[3]), sys.argv[2])
+        batches = builder.train_batches(Training(seq_len=16), seed=1, num_accumulation=1)
         next(batches)
         started.wait()
         print("downloading", flush=True)

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from torchtitan_like.config.sections_training import Data, DataSource
-from torchtitan_like.data import build as data_build
-from torchtitan_like.data.build import NamedSource
+from torchtitan_like.data import builder as data_build
+from torchtitan_like.data.builder import DataBuilder, NamedSource
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -85,7 +85,9 @@ def open_tokens(
     source: DataSource, tokenizer: Tokenizer, tmp_path: Path, group: HostGroup | None = None
 ) -> TokenFile:
     named, folder = NamedSource("own", source), str(tmp_path / "run")
-    return data_build._tokens(named, Data(), tokenizer, folder, True, group or HostGroup.alone())
+    return DataBuilder(
+        Data(), tokenizer, folder, with_positions=True, group=group or HostGroup.alone()
+    )._tokens(named)
 
 
 def forbid_listing(monkeypatch: pytest.MonkeyPatch) -> None:

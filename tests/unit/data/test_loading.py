@@ -31,7 +31,7 @@ from torchtitan_like.data.batches.workers import (
     PlannedBatches,
     describe_core_shortage,
 )
-from torchtitan_like.data.build import build_train_batches, build_validation_sets
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 
@@ -46,20 +46,21 @@ def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
         num_workers: int, *, max_epochs: int = 0, layout: tuple[int, int] = (0, 1), **loader: Any
     ) -> TrainBatches:
         loaders.append(
-            build_train_batches(
+            DataBuilder(
+                Data(sources={"own": DataSource(path=str(corpus_file), max_epochs=max_epochs)}),
+                tokenizer=tokenizer,
+                dump_folder="unused",
+                dp_rank=layout[0],
+                dp_size=layout[1],
+                with_positions=True,
+            ).train_batches(
                 Training(
                     seq_len=16,
                     local_batch_size=2,
                     dataloader=DataLoader(num_workers=num_workers, **loader),
                 ),
-                Data(sources={"own": DataSource(path=str(corpus_file), max_epochs=max_epochs)}),
-                tokenizer=tokenizer,
-                dump_folder="unused",
                 seed=7,
-                dp_rank=layout[0],
-                dp_size=layout[1],
                 num_accumulation=4 // layout[1],
-                with_positions=True,
             )
         )
         return loaders[-1]
@@ -120,17 +121,11 @@ def test_a_source_with_less_text_than_a_step_reads_is_a_warning(
     is_short: bool,
 ) -> None:
     (tmp_path / "text.txt").write_text("to be or not " * words)
-    build_train_batches(
-        Training(seq_len=16, local_batch_size=8),
+    DataBuilder(
         Data(sources={"own": DataSource(path=str(tmp_path / "text.txt"))}),
         tokenizer=tokenizer,
         dump_folder="unused",
-        seed=7,
-        dp_rank=0,
-        dp_size=1,
-        num_accumulation=1,
-        with_positions=False,
-    )
+    ).train_batches(Training(seq_len=16, local_batch_size=8), seed=7, num_accumulation=1)
     warned = [r.getMessage() for r in caplog.records if "a step repeats its text" in r.getMessage()]
     assert [text.startswith("own has ") for text in warned] == [True] * is_short
 
@@ -230,15 +225,9 @@ def test_every_validation_pass_with_workers_reads_the_same_batches(
             enable=True, seq_len=16, local_batch_size=3, steps=5, dataloader=DataLoader(**loader),
             sources={"own": DataSource(path=str(corpus_file))},
         )  # fmt: skip
-        sets_by_name = build_validation_sets(
-            section,
-            Data(),
-            tokenizer=tokenizer,
-            dump_folder=str(tmp_path),
-            dp_rank=0,
-            dp_size=1,
-            with_positions=True,
-        )
+        sets_by_name = DataBuilder(
+            Data(), tokenizer=tokenizer, dump_folder=str(tmp_path), with_positions=True
+        ).validation_sets(section)
         return sets_by_name[""]
 
     expected = [contents(batch) for batch in sets()]

@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from tests.unit.data.conftest import write_jsonl
 from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data import build as data_build
+from torchtitan_like.data import builder as data_build
 from torchtitan_like.data.batches.batch import Batch, count_valid_by_source
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.samples import mixture
 from torchtitan_like.data.samples.mixture import Origin, SampleOrder, Supply
@@ -286,19 +286,20 @@ def mixed(
     """Build batches. layout: (dp_rank, dp_size, accumulation, local batch), 8 samples a step."""
     dp_rank, dp_size, num_accumulation, local_batch = layout
     sources = {name: {"path": str(texts[name]), **options} for name, options in weights.items()}
-    return build_train_batches(
+    return DataBuilder(
+        Data(**{"sources": sources, **data}),
+        tokenizer=tokenizer,
+        dump_folder="unused",
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+    ).train_batches(
         Training(
             seq_len=16,
             local_batch_size=local_batch,
             skip_steps=[list(pair) for pair in skip_steps],
             dataset_path=None if weights else str(texts["plays"]),
         ),
-        Data(**{"sources": sources, **data}),
-        tokenizer=tokenizer,
-        dump_folder="unused",
         seed=7,
-        dp_rank=dp_rank,
-        dp_size=dp_size,
         num_accumulation=num_accumulation,
     )
 

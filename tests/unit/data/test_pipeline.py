@@ -14,7 +14,7 @@ import pytest
 
 from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.config.sections_training import DataSource, Training, Validation
-from torchtitan_like.data.build import resolve_sources
+from torchtitan_like.data.builder import resolve_sources
 from torchtitan_like.data.errors import DataError
 
 
@@ -99,7 +99,7 @@ def test_the_data_package_imports_no_heavy_libraries(repo_root: Path) -> None:
         "tokenizers",
         "tiktoken",
     )
-    script = f"import sys, torchtitan_like.data.build; print([name for name in {heavy} if name in sys.modules])"
+    script = f"import sys, torchtitan_like.data.builder; print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", script]
     assert (
         subprocess.run(command, cwd=repo_root, capture_output=True, text=True, check=True).stdout

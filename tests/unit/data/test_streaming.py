@@ -35,7 +35,7 @@ from torchtitan_like.config.sections_training import (
 )
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_train_batches
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.samples.order import shuffled
@@ -90,19 +90,20 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
         seq_len = options.pop("seq_len", SEQ_LEN)
         loader = DataLoader(num_workers=num_workers)
         loaders.append(
-            build_train_batches(
-                Training(seq_len=seq_len, local_batch_size=local, dataloader=loader, **skip),
+            DataBuilder(
                 Data(
                     sources={name: DataSource(**source) for name, source in sources.items()},
                     **options,
                 ),
                 tokenizer=tokenizer,
                 dump_folder=str(tmp_path / "run"),
-                seed=SEED,
                 dp_rank=rank,
                 dp_size=dp_size,
-                num_accumulation=num_accumulation,
                 with_positions=True,
+            ).train_batches(
+                Training(seq_len=seq_len, local_batch_size=local, dataloader=loader, **skip),
+                seed=SEED,
+                num_accumulation=num_accumulation,
             )
         )
         return loaders[-1]
@@ -498,7 +499,7 @@ def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path)
     code = """if 1:
         import sys, threading
         from torchtitan_like.config.sections_training import Data, Training
-        from torchtitan_like.data import build
+        from torchtitan_like.data.builder import DataBuilder
         from torchtitan_like.data.samples import streaming
         from torchtitan_like.data.text import documents, tokenizer
         documents.BLOCK_BYTES, streaming.WINDOW_BYTES, streaming.MIN_SAMPLES = 1000, 5000, 1
@@ -510,10 +511,10 @@ def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path)
                 threading.main_thread().join()
             return encode(*arguments)
         streaming.encode_piece = slow
-        batches = build.build_train_batches(
-            Training(seq_len=16), Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
-            tokenizer=tokenizer.load_tokenizer("tests/assets/tokenizer"), dump_folder=sys.argv[2], seed=1,
-            dp_rank=0, dp_size=1, num_accumulation=1)
+        builder = DataBuilder(
+            Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
+            tokenizer.load_tokenizer("tests/assets/tokenizer"), sys.argv[2])
+        batches = builder.train_batches(Training(seq_len=16), seed=1, num_accumulation=1)
         next(batches)
         started.wait()
     """

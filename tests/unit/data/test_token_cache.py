@@ -33,7 +33,7 @@ from torchtitan_like.data.tokens import checked_file, encoding, token_cache, tok
 from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
 from torchtitan_like.data.tokens.corpus_folder import tokenize_corpus
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
 from torchtitan_like.data.tokens.token_file import TokenFile
 
 from .conftest import ASSETS, flip_bit, write_jsonl
@@ -54,13 +54,14 @@ def cache(
     path: Path,
     tokenizer: Tokenizer | None = None,
     on_bad_record: OnBadRecord = "error",
-    **options: Any,
+    cache_folder: str | None = None,
+    dump_folder: str = "",
 ) -> TokenFile:
     tokenizer = tokenizer or load_tokenizer(ASSETS)
     policy = TokenPolicy(tokenizer, tokenizer.bos_id, tokenizer.eos_id)
-    folders = {"cache_folder": None, "dump_folder": str(path.parent / "run"), **options}
+    folders = CacheFolders(cache_folder, dump_folder or str(path.parent / "run"))
     corpus = find_corpus(str(path), on_bad_record=on_bad_record)
-    return cached_tokens(corpus, policy, entry_of(corpus, "own", policy), **folders)
+    return cached_tokens(corpus, policy, entry_of(corpus, "own", policy), folders)
 
 
 def contents(file: TokenFile) -> dict[str, bytes]:
@@ -165,9 +166,7 @@ def test_each_token_policy_has_its_own_cache(corpus: Path, tokenizer: Tokenizer)
     policies.append(TokenPolicy(load_tokenizer(ASSETS / "tokenizer.model"), 2046, 2047))
     text = find_corpus(str(corpus))
     files = [
-        cached_tokens(
-            text, policy, entry_of(text, "own", policy), cache_folder=None, dump_folder="unused"
-        )
+        cached_tokens(text, policy, entry_of(text, "own", policy), CacheFolders(None, "unused"))
         for policy in policies
     ]
     assert len({file.folder for file in files}) == 5
@@ -513,14 +512,14 @@ def append_and_pause(self, piece):
         sys.stdin.readline()
 token_file.Staging.append = append_and_pause
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
     policy = TokenPolicy(load_tokenizer({assets!r}), 2046, 2047)
     corpus = documents.find_corpus({corpus!r})
     entry = entry_of(corpus, "own", policy)
-    print(cached_tokens(corpus, policy, entry, cache_folder=None, dump_folder="unused").folder, flush=True)
+    print(cached_tokens(corpus, policy, entry, CacheFolders(None, "unused")).folder, flush=True)
 """
 
 
@@ -684,7 +683,9 @@ def test_other_readers_see_an_unchanged_data_folder(corpus: Path) -> None:
     datasets = pytest.importorskip("datasets")
     names = visible(corpus)
     tokens = cache(corpus)
-    best_fit.pack(tokens, 8, Data(packing="best_fit"), str(corpus.parent / "run"))
+    best_fit.pack(
+        tokens, 8, Data(packing="best_fit"), CacheFolders(None, str(corpus.parent / "run"))
+    )
     assert visible(corpus) == names
     # The tokens, a packing plan and its hashes.
     assert len(list((corpus / ".token_cache").glob("[!.]*"))) == 3

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.build import build_validation_sets
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.tokens import token_file, token_formats, token_sources
@@ -300,17 +300,9 @@ def test_validation_reads_token_files(tmp_path: Path, tokenizer: Tokenizer) -> N
         "validation": DataSource(path=str(write_flat(tmp_path / "a.bin", TOKENS)), format="tokens")
     }
     validation = Validation(enable=True, seq_len=SEQ_LEN, local_batch_size=2, sources=sources)
-    shared: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "dump_folder": str(tmp_path),
-        "dp_rank": 0,
-        "dp_size": 1,
-    }
+    builder = DataBuilder(Data(), tokenizer, str(tmp_path))
     labels = torch.cat(
-        [
-            batch.labels.flatten()
-            for batch in build_validation_sets(validation, Data(), **shared)[""]
-        ]
+        [batch.labels.flatten() for batch in builder.validation_sets(validation)[""]]
     )
     assert labels[labels >= 0].tolist() == TOKENS[1:]
 

@@ -11,7 +11,7 @@ import torch
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.validation import ValidationBatches
-from torchtitan_like.data.build import build_validation_sets
+from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import Tokenizer
 
 from .conftest import write_jsonl
@@ -34,15 +34,14 @@ def build_ranks(corpus_file: Path, tokenizer: Tokenizer, tmp_path: Path) -> Buil
             sources={"own": DataSource(path=str(corpus_file))},
         )
         return [
-            build_validation_sets(
-                validation,
+            DataBuilder(
                 Data(mask_document_starts=mask),
                 tokenizer=tokenizer,
                 dump_folder=str(tmp_path),
                 dp_rank=rank,
                 dp_size=dp_size,
                 with_positions=with_positions,
-            )[""]
+            ).validation_sets(validation)[""]
             for rank in range(dp_size)
         ]
 
@@ -139,10 +138,8 @@ def test_each_validation_source_is_a_separate_set(
         name: DataSource(path=str(file))
         for name, file in (("plays", corpus_file), ("histories", other))
     }
-    options = {"tokenizer": tokenizer, "dump_folder": str(tmp_path), "dp_rank": 0, "dp_size": 1}
-    sets = build_validation_sets(
-        Validation(enable=True, seq_len=16, sources=sources), Data(), **options
-    )
+    builder = DataBuilder(Data(), tokenizer, str(tmp_path))
+    sets = builder.validation_sets(Validation(enable=True, seq_len=16, sources=sources))
     assert list(sets) == ["plays", "histories"]
     assert sets["plays"].num_samples > sets["histories"].num_samples > 0
-    assert build_validation_sets(Validation(seq_len=16, sources=sources), Data(), **options) == {}
+    assert builder.validation_sets(Validation(seq_len=16, sources=sources)) == {}

@@ -12,6 +12,7 @@ import numpy as np
 
 from torchtitan_like.config.sections_training import DataSource
 from torchtitan_like.data.text.tokenizer import Tokenizer
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
 
@@ -106,9 +107,8 @@ def open_source(
     return open_token_source(
         DataSource(path=str(path), format="tokens", **source),
         tokenizer,
+        CacheFolders(None, str(run or path.parent / "run")),
         with_documents=with_documents,
-        cache_folder=None,
-        dump_folder=str(run or path.parent / "run"),
         is_recorder=is_recorder,
     )
 

@@ -46,7 +46,7 @@ from torchtitan_like.data.tokens.checked_file import (
     RawFile,
     table_path,
 )
-from torchtitan_like.data.tokens.token_cache import find_or_build
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_file import PROGRESS_SECONDS, TokenFile, written_with_hashes
 
 logger = logging.getLogger()
@@ -56,12 +56,10 @@ VERSION = 1
 _WORD = np.dtype("<u8")
 
 
-def pack(file: TokenFile, seq_len: int, data: Data, dump_folder: str) -> PackedSamples:
+def pack(file: TokenFile, seq_len: int, data: Data, folders: CacheFolders) -> PackedSamples:
     """Return the samples of ``file``, packed by the method `Data.packing`."""
     if data.packing == "best_fit":
-        return BestFitSamples(
-            file, seq_len, cache_folder=data.cache_folder, dump_folder=dump_folder
-        )
+        return BestFitSamples(file, seq_len, folders)
     return PackedSamples(file, seq_len, mask_document_starts=data.mask_document_starts)
 
 
@@ -70,9 +68,7 @@ class BestFitSamples(PackedSamples):
 
     packing = f"best-fit decreasing, version {VERSION}"
 
-    def __init__(
-        self, file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str
-    ) -> None:
+    def __init__(self, file: TokenFile, seq_len: int, folders: CacheFolders) -> None:
         super().__init__(file, seq_len, mask_document_starts=True)
         if not self.num_labels:
             raise DataError(
@@ -80,7 +76,7 @@ class BestFitSamples(PackedSamples):
                 "Expected 2 or more for best-fit packing, an input and a label: set data.packing = "
                 '"concat" to predict a document from the one before it'
             )
-        self._plan = cached_plan(file, seq_len, cache_folder=cache_folder, dump_folder=dump_folder)
+        self._plan = cached_plan(file, seq_len, folders)
         self.num_samples = self._plan.num_samples
 
     def _read(self, samples: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -136,22 +132,18 @@ class Plan:
         return len(self.first_pieces) - 1
 
 
-def cached_plan(
-    file: TokenFile, seq_len: int, *, cache_folder: str | None, dump_folder: str
-) -> Plan:
+def cached_plan(file: TokenFile, seq_len: int, folders: CacheFolders) -> Plan:
     """Return the plan of ``file`` from the folders of token caches; make it if it is missing.
 
     Any number of processes may call it at once. Raises DataError if the plan is damaged, or if no
     folder is writable.
     """
     is_cache = file.folder.parent.name in CACHE_FOLDER_NAMES
-    return find_or_build(
+    return folders.find_or_build(
         plan_name(file, seq_len),
         lambda path: open_plan(path, file, seq_len),
         lambda path: _build(path, file, seq_len),
-        data_folder=file.folder.parent.parent if is_cache else file.folder,
-        cache_folder=cache_folder,
-        dump_folder=dump_folder,
+        file.folder.parent.parent if is_cache else file.folder,
     )
 
 

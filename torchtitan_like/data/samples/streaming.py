@@ -46,7 +46,7 @@ from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, Packe
 from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
 from torchtitan_like.data.text.formats import Span
 from torchtitan_like.data.tokens.encoding import TokenPolicy, encode_piece
-from torchtitan_like.data.tokens.token_cache import cache_key, find_or_build
+from torchtitan_like.data.tokens.token_cache import CacheFolders, cache_key
 from torchtitan_like.data.tokens.token_file import (
     FREE_SPACE,
     EncodedPiece,
@@ -67,9 +67,10 @@ MIN_SAMPLES = 128
 NUM_AHEAD = 4  # number of windows made ahead
 
 
-def window_folder(data: Data, dump_folder: str) -> Path:
+def window_folder(folders: CacheFolders) -> Path:
     """Return the folder of windows and of the files downloaded for them."""
-    return Path(data.cache_folder or Path(dump_folder, VISIBLE_CACHE_FOLDER_NAME)).absolute()
+    in_run = Path(folders.dump_folder, VISIBLE_CACHE_FOLDER_NAME)
+    return Path(folders.cache_folder or in_run).absolute()
 
 
 class StreamedSamples(JoinedSamples):
@@ -88,7 +89,7 @@ class StreamedSamples(JoinedSamples):
         policy: TokenPolicy,
         seq_len: int,
         data: Data,
-        dump_folder: str,
+        folders: CacheFolders,
         seed: int | None,
         max_epochs: int,
         *,
@@ -104,12 +105,7 @@ class StreamedSamples(JoinedSamples):
         self.corpus = corpus
         self._policy = policy
         self._data = data
-        self._folder = window_folder(data, dump_folder)
-        self._folders: Any = {
-            "data_folder": corpus.folder,
-            "cache_folder": str(self._folder),
-            "dump_folder": dump_folder,
-        }
+        self._folder = window_folder(folders)
         self._blocks = Blocks(corpus)
         window_bytes = max(WINDOW_BYTES, 4 * MIN_SAMPLES * seq_len)
         num_blocks = round(window_bytes * len(self._blocks) / max(1, self._blocks.num_bytes))
@@ -228,19 +224,19 @@ class StreamedSamples(JoinedSamples):
             part = None
             if file.meta.num_tokens > num_ignored:
                 # The packing plan is in the window's own folder, and is deleted with it.
-                data = self._data.model_copy(update={"cache_folder": str(file.folder)})
-                part = best_fit.pack(file, self.seq_len, data, str(self._folder))
+                folders = CacheFolders(str(file.folder), str(self._folder))
+                part = best_fit.pack(file, self.seq_len, self._data, folders)
             self._open[number] = part
         return self._open[number]
 
     def _file(self, number: int, *, wait: bool) -> TokenFile:
         key = self._key | {"window": number}
         name = f"window-{number}-{self._digest}"
-        return find_or_build(
+        return CacheFolders(str(self._folder), "").find_or_build(
             name,
             lambda folder: _find(folder, key),
             lambda folder: self._make(folder, key),
-            **self._folders,
+            self.corpus.folder,
             wait=wait,
         )
 

@@ -18,7 +18,12 @@ from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.documents import Corpus, OnBadRecord, find_corpus
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cache_key, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import (
+    CacheFolders,
+    cache_key,
+    cached_tokens,
+    entry_of,
+)
 from torchtitan_like.data.tokens.token_file import META, TokenFile, open_token_file
 from torchtitan_like.util.file_lock import file_lock
 
@@ -89,8 +94,7 @@ def tokenize_corpus(
             corpus,
             policy,
             entry_of(corpus, "corpus", policy),
-            cache_folder=str(building),
-            dump_folder=str(building),
+            CacheFolders(str(building), str(building)),
             num_workers=num_workers,
         )
         os.rename(tokens.folder, output)

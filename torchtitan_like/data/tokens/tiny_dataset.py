@@ -18,6 +18,7 @@ from torchtitan_like.data.text.documents import (
     read_piece,
 )
 from torchtitan_like.data.text.tokenizer import load_tokenizer
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_sources import open_token_source
 from torchtitan_like.util.files import staged_path
 
@@ -98,7 +99,7 @@ def decode_documents(
     generator = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         file = open_token_source(
-            source, tokenizer, with_documents=True, cache_folder=folder, dump_folder=folder
+            source, tokenizer, CacheFolders(folder, folder), with_documents=True
         )
         count = len(file.offsets) - 1
         indices = list(range(count))

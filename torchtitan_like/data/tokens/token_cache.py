@@ -124,9 +124,8 @@ def cached_tokens(
     corpus: Corpus,
     policy: TokenPolicy,
     entry: Entry,
+    folders: CacheFolders,
     *,
-    cache_folder: str | None,
-    dump_folder: str,
     num_workers: int | None = None,
     stop: threading.Event | None = None,
 ) -> TokenFile:
@@ -138,13 +137,11 @@ def cached_tokens(
     Raises DataError for text that cannot be read, a corpus without text, and if no cache folder is
     writable.
     """
-    return find_or_build(
+    return folders.find_or_build(
         entry.name,
         entry.open,
         lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
-        data_folder=corpus.folder,
-        cache_folder=cache_folder,
-        dump_folder=dump_folder,
+        corpus.folder,
         stop=stop,
     )
 
@@ -152,23 +149,83 @@ def cached_tokens(
 # ---- folders
 
 
-def find_cached(
-    name: str,
-    find: Callable[[Path], T | None],
-    *,
-    data_folder: Path,
-    cache_folder: str | None,
-    dump_folder: str,
-) -> T | None:
-    """Return the result of ``find`` in the first cache folder that has the entry ``name``.
+@dataclass(frozen=True)
+class CacheFolders:
+    """The folders that may have the entries of a run: token files, and files about them.
 
-    An entry that this user may not read is missing: another user may have built it.
+    cache_folder: `data.cache_folder`; None: the folders in this module's docstring.
+    dump_folder: the run's folder.
+
+    An entry has a name, and a folder with the text that it belongs to.
     """
-    for folder in _folders(data_folder, cache_folder, dump_folder):
-        with _read_errors(folder / name), suppress(PermissionError):
-            if (entry := _find(find, folder / name)) is not None:
-                return entry
-    return None
+
+    cache_folder: str | None
+    dump_folder: str
+
+    def find(self, name: str, find: Callable[[Path], T | None], data_folder: Path) -> T | None:
+        """Return the result of ``find`` in the first folder that has the entry ``name``.
+
+        An entry that this user may not read is missing: another user may have built it.
+        """
+        for folder in self._in_order(data_folder):
+            with _read_errors(folder / name), suppress(PermissionError):
+                if (entry := _find(find, folder / name)) is not None:
+                    return entry
+        return None
+
+    def find_or_build(
+        self,
+        name: str,
+        find: Callable[[Path], T | None],
+        build: Callable[[Path], T],
+        data_folder: Path,
+        *,
+        wait: bool = True,
+        stop: threading.Event | None = None,
+    ) -> T:
+        """Return the result of ``find`` for the entry ``name``. Build a missing entry.
+
+        The entry is built in the first writable folder. One process builds at a time. The others
+        wait, or raise BlockingIOError if ``wait`` is false. Raises CacheWriteError if no folder is
+        writable.
+        """
+        entry = self.find(name, find, data_folder)
+        if entry is not None:
+            return entry
+        folder, problems = self._first_writable(data_folder)
+        if problems:
+            logger.info(f"the token cache of {data_folder} goes to {folder}: {'; '.join(problems)}")
+        path = folder / name
+        with _locked(folder / f".{name}.lock", path, wait, stop):
+            with _read_errors(path):
+                entry = _find(find, path)  # another process may have built it while this one waited
+            return build(path) if entry is None else entry
+
+    def writable(self, data_folder: Path) -> Path:
+        """Return the first writable folder. Raises CacheWriteError if none is."""
+        return self._first_writable(data_folder)[0]
+
+    def _first_writable(self, data_folder: Path) -> tuple[Path, list[str]]:
+        """Return the first writable folder, and why each folder before it is not writable."""
+        problems: list[str] = []
+        for folder in self._in_order(data_folder):
+            problem = _write_problem(folder)
+            if problem is None:
+                return folder, problems
+            problems.append(problem)
+        raise CacheWriteError(
+            f"the token cache of {data_folder} cannot be written: {'; '.join(problems)}; "
+            "set data.cache_folder to a writable folder"
+        )
+
+    def _in_order(self, data_folder: Path) -> list[Path]:
+        if self.cache_folder:
+            return [Path(self.cache_folder).absolute()]
+        cache = user_cache(os.environ)
+        folders = [data_folder / CACHE_FOLDER_NAME]
+        if cache.is_absolute():  # it is relative for a user without a home folder
+            folders.append(cache / "token_cache")
+        return [*folders, Path(self.dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME]
 
 
 def _find(find: Callable[[Path], T | None], path: Path) -> T | None:
@@ -187,69 +244,6 @@ def _read_errors(path: Path) -> Iterator[None]:
             f"the token cache {path} cannot be read: {error.strerror or error}. Expected an entry that "
             "this program wrote: delete it, and it is made again, or set another data.cache_folder"
         ) from error
-
-
-def find_or_build(
-    name: str,
-    find: Callable[[Path], T | None],
-    build: Callable[[Path], T],
-    *,
-    data_folder: Path,
-    cache_folder: str | None,
-    dump_folder: str,
-    wait: bool = True,
-    stop: threading.Event | None = None,
-) -> T:
-    """Return the result of ``find`` for the entry ``name``. Build a missing entry.
-
-    The entry is built in the first writable folder. One process builds at a time. The others wait,
-    or raise BlockingIOError if ``wait`` is false. Raises CacheWriteError if no folder is writable.
-    """
-    entry = find_cached(
-        name, find, data_folder=data_folder, cache_folder=cache_folder, dump_folder=dump_folder
-    )
-    if entry is not None:
-        return entry
-    folder, problems = writable_folder(
-        data_folder=data_folder, cache_folder=cache_folder, dump_folder=dump_folder
-    )
-    if problems:
-        logger.info(f"the token cache of {data_folder} goes to {folder}: {'; '.join(problems)}")
-    path = folder / name
-    with _locked(folder / f".{name}.lock", path, wait, stop):
-        with _read_errors(path):
-            entry = _find(find, path)  # another process may have built it while this one waited
-        return build(path) if entry is None else entry
-
-
-def writable_folder(
-    *, data_folder: Path, cache_folder: str | None, dump_folder: str
-) -> tuple[Path, list[str]]:
-    """Return the first writable cache folder, and why each folder before it is not writable.
-
-    Raises CacheWriteError if none is.
-    """
-    problems: list[str] = []
-    for folder in _folders(data_folder, cache_folder, dump_folder):
-        problem = _write_problem(folder)
-        if problem is None:
-            return folder, problems
-        problems.append(problem)
-    raise CacheWriteError(
-        f"the token cache of {data_folder} cannot be written: {'; '.join(problems)}; "
-        "set data.cache_folder to a writable folder"
-    )
-
-
-def _folders(data_folder: Path, cache_folder: str | None, dump_folder: str) -> list[Path]:
-    """Folders where an entry may be, in order of preference."""
-    if cache_folder:
-        return [Path(cache_folder).absolute()]
-    cache = user_cache(os.environ)
-    folders = [data_folder / CACHE_FOLDER_NAME]
-    if cache.is_absolute():  # it is relative for a user without a home folder
-        folders.append(cache / "token_cache")
-    return [*folders, Path(dump_folder).absolute() / VISIBLE_CACHE_FOLDER_NAME]
 
 
 def _write_problem(folder: Path) -> str | None:

@@ -36,7 +36,7 @@ from torchtitan_like.data.tokens.checked_file import (
 )
 from torchtitan_like.data.tokens.encoding import Progress
 from torchtitan_like.data.tokens.run_digests import RunDigests
-from torchtitan_like.data.tokens.token_cache import find_or_build
+from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.data.tokens.token_file import (
     OFFSET_TYPE,
     OFFSETS,
@@ -88,10 +88,9 @@ class _SourceMetadata:
 def open_token_source(
     source: DataSource,
     tokenizer: Tokenizer,
+    folders: CacheFolders,
     *,
     with_documents: bool,
-    cache_folder: str | None,
-    dump_folder: str,
     group: HostGroup | None = None,
     is_recorder: bool = True,
 ) -> TokenFile:
@@ -111,9 +110,9 @@ def open_token_source(
         lambda: _read_metadata(source, tokenizer, with_documents),
         _SourceMetadata.is_local,
     )
-    parts = _with_recorded_hashes(metadata, dump_folder, group, is_recorder)
+    parts = _with_recorded_hashes(metadata, folders.dump_folder, group, is_recorder)
     stream = TokenStream(parts, tokenizer.vocab_size, tokenizer.path)
-    offsets = group.run_on_all(lambda: _offsets(stream, metadata, cache_folder, dump_folder))
+    offsets = group.run_on_all(lambda: _offsets(stream, metadata, folders))
     if metadata.eos_id is not None and len(offsets) - 1 <= len(metadata.parts):
         logger.warning(
             f"no document in {metadata.folder} ends with the EOS {metadata.eos_id} of "
@@ -243,22 +242,18 @@ def _log_decisions(
         )
 
 
-def _offsets(
-    stream: TokenStream, metadata: _SourceMetadata, cache_folder: str | None, dump_folder: str
-) -> Offsets:
+def _offsets(stream: TokenStream, metadata: _SourceMetadata, folders: CacheFolders) -> Offsets:
     """Return the first token of each document, then the number of tokens: (num_documents + 1,)."""
     parts, eos_id = stream.parts, metadata.eos_id
     if len(parts) == 1 and parts[0].offsets is not None:
         return parts[0].offsets
     if eos_id is None and all(part.is_flat for part in parts):
         return np.array(stream.starts, OFFSET_TYPE)
-    return find_or_build(
+    return folders.find_or_build(
         metadata.list_name,
         lambda file: _open_offsets(file, len(stream)),
         lambda file: _write_offsets(file, stream, eos_id),
-        data_folder=metadata.folder,
-        cache_folder=cache_folder,
-        dump_folder=dump_folder,
+        metadata.folder,
     )
 
 
