@@ -411,9 +411,7 @@ def build_metrics(run: RankRun, *, sources: Sequence[str], expert_layers: list[i
         )
     memory = build_memory_monitor(world.device)
     flops_per_token = run.flops_per_token
-    peak = log_hardware(
-        memory, world.device.type, section.peak_flops, flops_per_token, run.spec.flops_formula
-    )
+    peak = log_hardware(memory, world.device.type, section.peak_flops, flops_per_token)
     num_passes = 4 if config.activation_checkpoint.mode == "full" else 3
     throughput = ThroughputClock(
         TokenFlops(flops_per_token, peak, num_passes),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan_like.models import InitRule, ModelSpec, register
+from torchtitan_like.models.cost import LayerCost, ModelCost
 from torchtitan_like.models.hf_table import Rows
 from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.head import OutputHead
@@ -54,18 +55,11 @@ def check(args: OutsideArgs) -> list[str]:
     return []
 
 
-def num_params(args: OutsideArgs) -> int:
-    """Return the number of parameters."""
-    block = 12 * args.dim * args.dim + 11 * args.dim
-    return args.n_layers * block + 2 * args.dim + 2 * args.vocab_size * args.dim
-
-
-def flops_per_token(args: OutsideArgs, seq_len: int) -> int:
-    """Return 6 (P - P_embedding) + 6 L H (2 head_dim) seq (PaLM, arXiv:2204.02311, app. B)."""
-    return (
-        6 * (num_params(args) - args.vocab_size * args.dim)
-        + 12 * args.n_layers * args.dim * seq_len
-    )
+def cost(args: OutsideArgs) -> ModelCost:
+    """Return the layers and what they cost."""
+    layer = LayerCost(12 * args.dim * args.dim + 11 * args.dim, attention_width=2 * args.dim)
+    embedding = args.vocab_size * args.dim
+    return ModelCost((layer,) * args.n_layers, embedding, is_tied=False, other=2 * args.dim)
 
 
 def init_table(args: OutsideArgs) -> tuple[tuple[str, InitRule], ...]:
@@ -229,8 +223,7 @@ SPEC = ModelSpec(
     first_modules=("wte",),
     last_modules=("ln_f", "lm_head"),
     init_table=init_table,
-    num_params=num_params,
-    flops_per_token=flops_per_token,
+    cost=cost,
     constraints=constraints,
     check=check,
     sharding=SHARDING,

@@ -44,6 +44,12 @@ class Parallel(Decoder):
 from dataclasses import dataclass
 
 from torchtitan_like.models import InitRule
+from torchtitan_like.models.cost import (
+    LayerCost,
+    attention_params,
+    decoder_cost,
+    feed_forward_params,
+)
 
 
 @dataclass(frozen=True)
@@ -80,15 +86,12 @@ def init_table(args):
     )
 
 
-def num_params(args):
-    attention = 2 * args.dim * (args.n_heads + args.n_kv_heads) * args.head_dim
-    block = attention + 12 * args.dim * args.dim + args.dim
-    return args.n_layers * block + args.dim + 2 * args.vocab_size * args.dim
-
-
-def flops_per_token(args, seq_len):
-    weights = num_params(args) - args.vocab_size * args.dim
-    return 6 * weights + 12 * args.n_layers * args.dim * seq_len
+def cost(args):
+    query_dim, key_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
+    attention = attention_params(args.dim, query_dim, key_dim)
+    network = feed_forward_params(args.dim, 4 * args.dim)
+    layer = LayerCost(attention + network + args.dim, attention_width=2 * query_dim)
+    return decoder_cost(args, [layer] * args.n_layers)
 """,
     "sharding.py": """
 from torchtitan_like.models.decoder_tables import decoder_constraints
@@ -141,8 +144,7 @@ register(
         flavors=flavors.FLAVORS,
         build=Parallel,
         init_table=flavors.init_table,
-        num_params=flavors.num_params,
-        flops_per_token=flavors.flops_per_token,
+        cost=flavors.cost,
         constraints=sharding.constraints,
         check=flavors.check,
         sharding=sharding.SHARDING,

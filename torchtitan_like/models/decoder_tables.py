@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_like.models.hf_table import Row, Table
-from torchtitan_like.models.spec import Upcycling
+from torchtitan_like.models.spec import InitRule, Upcycling, trunc_normal
 
 # Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.feed_forward.FeedForward`.
 ATTENTION = (("attention.w[qkv].weight", "column"), ("attention.wo.weight", "row"))
@@ -16,6 +18,20 @@ SHARED_EXPERTS = (
     ("moe.shared_experts.w[13].weight", "column"),
     ("moe.shared_experts.w2.weight", "row"),
 )
+
+# Names of weights within a block, by module: the ones with a plain standard deviation, and the ones
+# that write to the residual stream or, as in TorchTitan, are initialized like them.
+_INITIAL_WEIGHTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "attention": (("attention.w[qkv]*.weight",), ("attention.wo.weight",)),
+    "feed_forward": (("feed_forward.w1.weight",), ("feed_forward.w[23].weight",)),
+    "experts": (("moe.experts.w1",), ("moe.experts.w[23]", "moe.router.gate.weight")),
+    "shared_experts": (
+        ("moe.shared_experts.w1.weight",),
+        ("moe.shared_experts.w[23].weight",),
+    ),
+    "mtp": (("eh_proj.weight",), ()),
+    "whole_block": ((), ("attention.*", "moe.*")),
+}
 
 # Rows of Hugging Face's table for the modules of `Decoder`.
 HF_DECODER = (
@@ -107,3 +123,38 @@ def decoder_upcycling(dense_args: Any) -> Upcycling:
             ("moe_inter_dim", "layers.0.feed_forward.w1.weight", 0),
         ),
     )
+
+
+def decoder_init(
+    args: Any,
+    modules: Iterable[str],
+    std: float,
+    depth_init: bool = True,
+    *,
+    num_layers: int | None = None,
+    has_bias: bool = False,
+) -> tuple[tuple[str, InitRule], ...]:
+    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
+
+    A tied embedding starts like an output: with a standard deviation of 1 the first logits would be
+    of order sqrt(dim).
+
+    modules: keys of `_INITIAL_WEIGHTS`. std: standard deviation of linear layers.
+    depth_init: weights that write to the residual stream shrink with their layer's depth (True) or
+        with the number of layers (False).
+    num_layers: number of blocks, if it is not args.n_layers. has_bias: biases exist; they start at 0.
+    """
+    tables = [_INITIAL_WEIGHTS[name] for name in modules]
+    num_layers = num_layers or args.n_layers
+    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
+    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
+    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
+    if has_bias:
+        rows.append(("*.bias", InitRule("zeros")))
+    for layer in range(num_layers):
+        depth = layer + 1 if depth_init else num_layers
+        rule = trunc_normal(std / math.sqrt(2 * depth))
+        rows += [(f"layers.{layer}.{name}", rule) for _, residual in tables for name in residual]
+    rows += [(f"layers.*.{name}", trunc_normal(std)) for plain, _ in tables for name in plain]
+    rows.append(("output.weight", output))
+    return tuple(rows)

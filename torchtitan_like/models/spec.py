@@ -21,6 +21,7 @@ from typing import (
     get_type_hints,
 )
 
+from torchtitan_like.models.cost import ModelCost
 from torchtitan_like.models.hf_table import Rows, Table
 from torchtitan_like.models.size_rules import MAX_PARAMS, check_limits
 from torchtitan_like.util.suggestions import did_you_mean
@@ -163,9 +164,7 @@ class ModelSpec:
 
     build(A) -> nn.Module    build the single-device module on the default device (meta)
     init_table(A)            (fnmatch pattern of parameter names, InitRule); the first match applies
-    num_params(A)            number of parameters, a tied one once, computed without building
-    flops_per_token(A, seq)  forward and backward FLOPs per trained token for a sequence length
-    flops_formula            the formula of flops_per_token, for the log
+    cost(A)                  `ModelCost`: the layers, from which parameters and FLOPs are counted
     constraints(A)           sizes that a layout must divide or respect: n_layers, n_heads,
                              n_kv_heads, vocab_size, max_seq_len; ffn_dim, n_experts,
                              expert_hidden_dim, and shared_experts_dim for networks that exist
@@ -180,7 +179,6 @@ class ModelSpec:
     hf_copies(A)             (Hugging Face name, name under which exports store it once more)
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
-    num_active_params(A)     number of parameters that process a token, for a mixture of experts
     upcycling(A)             `Upcycling` from a dense model to this MoE, or why it is not possible
 
     The defaults of these fields describe `layers.decoder.Decoder`:
@@ -196,8 +194,7 @@ class ModelSpec:
     flavors: Mapping[str, Any]
     build: Callable[[Any], nn.Module]
     init_table: Callable[[Any], tuple[tuple[str, InitRule], ...]]
-    num_params: Callable[[Any], int]
-    flops_per_token: Callable[[Any, int], int]
+    cost: Callable[[Any], ModelCost]
     constraints: Callable[[Any], dict[str, int]]
     check: Callable[[Any], list[str]]
     sharding: Table
@@ -209,8 +206,6 @@ class ModelSpec:
     hf_copies: Callable[[Any], Table] = lambda args: ()
     meta_names: Callable[[Any], Rows] | None = None
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
-    num_active_params: Callable[[Any], int] | None = None
-    flops_formula: str = "6 (P - P_embedding) + 6 L H (2 head_dim) seq"
     upcycling: Callable[[Any], Upcycling | str] = lambda args: "the family has no dense model"
     block_pattern: str = "layers.*"
     first_modules: tuple[str, ...] = ("tok_embeddings",)
@@ -224,6 +219,18 @@ class ModelSpec:
                 f"model {self.name!r} uses unknown sharding roles {unknown}; expected some of "
                 f"{list(SHARDING_ROLES)}"
             )
+
+    def num_params(self, args: Any) -> int:
+        """Return the number of parameters, a tied one once, without building the model."""
+        return self.cost(args).num_params
+
+    def num_active_params(self, args: Any) -> int:
+        """Return the number of parameters that process a token: without unselected experts."""
+        return self.cost(args).num_active_params
+
+    def flops_per_token(self, args: Any, seq_len: int) -> int:
+        """Return the FLOPs of a trained token, forward and backward."""
+        return self.cost(args).flops_per_token(seq_len)
 
 
 # The built-in models, and the folders next to this file that register them.
@@ -325,8 +332,7 @@ def _type_name(hint: Any) -> str:
 
 def describe_size(spec: ModelSpec, args: Any) -> str:
     """Return the number of parameters, and of active parameters if a token uses fewer, for the log."""
-    total = spec.num_params(args)
-    active = spec.num_active_params(args) if spec.num_active_params else total
+    total, active = spec.num_params(args), spec.num_active_params(args)
     text = f"{total:,} total parameters"
     return text if active == total else f"{text}, {active:,} active for each token"
 

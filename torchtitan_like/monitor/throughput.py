@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import NamedTuple
 
+from torchtitan_like.models.cost import FLOPS_FORMULA
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import MemoryMonitor
 
@@ -26,18 +27,17 @@ def log_hardware(
     device_type: str,
     override: float | None,
     flops_per_token: float,
-    formula: str,
 ) -> float | None:
     """Log the device and the formula of MFU. Return the device's peak in FLOP/s, None if unknown.
 
-    override: `metrics.peak_flops`. formula: of `flops_per_token`.
+    override: `metrics.peak_flops`.
     """
     logger.info(f"{memory.describe()}; memory usage for model: {memory.read().gib:.2f}GiB")
     peak = peak_flops(memory.device_name if device_type == "cuda" else "cpu", override)
     peak_text = f"{peak:.3e} FLOP/s" if peak else "n/a"
     logger.info(
         f"Peak FLOPS used for computing MFU: {peak_text}; "
-        f"{flops_per_token / 1e9:.3f} GFLOP per token = {formula}"
+        f"{flops_per_token / 1e9:.3f} GFLOP per token = {FLOPS_FORMULA}"
     )
     return peak
 

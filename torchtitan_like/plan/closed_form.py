@@ -88,23 +88,15 @@ def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
     """Return the sizes of a model. What it does not state is estimated from its parameters."""
     limits = spec.constraints(args)
     layers = limits.get("n_layers", 1)
-    total = spec.num_params(args)
-    active = spec.num_active_params(args) if spec.num_active_params else total
-    dim = int(getattr(args, "dim", 0)) or max(1, round((total / 12 / layers) ** 0.5))
+    cost = spec.cost(args)
+    dim = int(getattr(args, "dim", 0)) or max(1, round((cost.num_params / 12 / layers) ** 0.5))
     heads = limits.get("n_heads", max(1, dim // 128))
     head_dim = int(getattr(args, "head_dim", 0)) or dim // heads
     vocab = limits.get("vocab_size", 0)
-    embedding = vocab * dim
-    is_tied = bool(spec.tied(args))
-    outside = embedding * (1 if is_tied else 2)
-    block = max(0.0, (total - outside) / layers)
-    block_active = max(0.0, (active - outside) / layers)
-    num_experts, expert_dim = limits.get("n_experts", 0), limits.get("expert_hidden_dim", 0)
-    top_k = min(num_experts, int(getattr(args, "top_k", 1)))
-    idle = 3 * dim * expert_dim * (num_experts - top_k)  # parameters of a layer with experts
-    share = float(num_experts > 0)  # of the layers
-    if idle and total > active:
-        share = (total - active) / layers / idle
+    outside = cost.embedding * (1 if cost.is_tied else 2)
+    block = max(0.0, (cost.num_params - outside) / layers)
+    block_active = max(0.0, (cost.num_active_params - outside) / layers)
+    experts = sum(each.num_experts * each.expert_params for each in cost.layers) / layers
     q_dim, kv_dim = heads * head_dim, limits.get("n_kv_heads", heads) * head_dim
     attention = dim * (2 * q_dim + 2 * kv_dim)
     return Sizes(
@@ -114,14 +106,14 @@ def sizes_of(spec: ModelSpec, args: Any, seq_len: int) -> Sizes:
         kv_dim=kv_dim,
         heads=heads,
         ffn_dim=max(0.0, (block_active - attention) / (3 * dim)),
-        rows=share * top_k,
-        expert_dim=expert_dim,
+        rows=sum(each.top_k for each in cost.layers) / layers,
+        expert_dim=limits.get("expert_hidden_dim", 0),
         vocab=vocab,
-        embedding=embedding,
-        is_tied=is_tied,
+        embedding=cost.embedding,
+        is_tied=cost.is_tied,
         block=block,
-        block_experts=min(share * 3 * dim * expert_dim * num_experts, block),
-        flops_per_token=spec.flops_per_token(args, seq_len),
+        block_experts=experts,
+        flops_per_token=cost.flops_per_token(seq_len),
     )
 
 

@@ -8,6 +8,13 @@ from typing import Literal, get_args
 
 from torchtitan_like.models.attention_rules import check_attention
 from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.cost import (
+    LayerCost,
+    ModelCost,
+    decoder_cost,
+    feed_forward_params,
+)
+from torchtitan_like.models.decoder_tables import decoder_init
 from torchtitan_like.models.size_rules import (
     check_base,
     check_divisor,
@@ -15,7 +22,7 @@ from torchtitan_like.models.size_rules import (
     check_positive,
     check_ranges,
 )
-from torchtitan_like.models.spec import InitRule, trunc_normal
+from torchtitan_like.models.spec import InitRule
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -184,17 +191,8 @@ def _check_router(args: DeepSeekArgs) -> list[str]:
     return problems
 
 
-def num_params(args: DeepSeekArgs) -> int:
-    """Return the number of parameters; a tied output counts once."""
-    return _count_params(args, args.num_experts)
-
-
-def num_active_params(args: DeepSeekArgs) -> int:
-    """Return the number of parameters that process a token: without unselected experts."""
-    return _count_params(args, args.top_k)
-
-
-def _count_params(args: DeepSeekArgs, num_experts: int) -> int:
+def cost(args: DeepSeekArgs) -> ModelCost:
+    """Return the layers and what they cost, with the ones for multi-token prediction at the end."""
     query_dim = args.n_heads * args.head_dim
     queries = args.dim * query_dim
     if args.q_lora_rank:
@@ -202,60 +200,28 @@ def _count_params(args: DeepSeekArgs, num_experts: int) -> int:
     latent = args.dim * (args.kv_lora_rank + args.qk_rope_head_dim) + args.kv_lora_rank
     keys_and_values = args.kv_lora_rank * args.n_heads * (args.qk_nope_head_dim + args.v_head_dim)
     output = args.n_heads * args.v_head_dim * args.dim
-    block = queries + latent + keys_and_values + output + 2 * args.dim
-    feed_forward = 3 * args.dim * args.inter_dim
-    num_networks = num_experts + args.num_shared_experts
-    moe = args.num_experts * args.dim + num_networks * 3 * args.dim * args.moe_inter_dim
-    networks = args.n_dense_layers * feed_forward + (args.n_layers - args.n_dense_layers) * moe
-    mtp = args.num_mtp_layers * (block + moe + 2 * args.dim * args.dim + 3 * args.dim)
-    embeddings = 1 if args.enable_weight_tying else 2
-    outside = args.dim + embeddings * args.vocab_size * args.dim
-    return args.n_layers * block + networks + mtp + outside
-
-
-def flops_per_token(args: DeepSeekArgs, seq_len: int) -> int:
-    """Return 6 (P - P_embedding) + 6 L H (qk_dim + v_dim) seq: forward and backward.
-
-    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
-    embedding lookup costs nothing; the output's matrix product counts, tied or not, and once more
-    for each layer of multi-token prediction. Attention counts in full, including its masked half.
-    """
-    weights = num_active_params(args)
-    if not args.enable_weight_tying:
-        weights -= args.vocab_size * args.dim
-    weights += args.num_mtp_layers * args.vocab_size * args.dim
-    num_layers = args.n_layers + args.num_mtp_layers
-    attention = num_layers * args.n_heads * (args.head_dim + args.v_head_dim) * seq_len
-    return 6 * (weights + attention)
+    params = queries + latent + keys_and_values + output + 2 * args.dim
+    width = args.n_heads * (args.head_dim + args.v_head_dim)
+    dense = LayerCost(params + feed_forward_params(args.dim, args.inter_dim), width)
+    expert = feed_forward_params(args.dim, args.moe_inter_dim)
+    sparse = LayerCost(
+        params + args.dim * args.num_experts + args.num_shared_experts * expert,
+        width,
+        num_experts=args.num_experts,
+        top_k=args.top_k,
+        expert_params=expert,
+    )
+    mtp = sparse._replace(params=sparse.params + 2 * args.dim * args.dim + 3 * args.dim)
+    layers = [dense] * args.n_dense_layers + [sparse] * (args.n_layers - args.n_dense_layers)
+    return decoder_cost(args, layers + [mtp] * args.num_mtp_layers, 1 + args.num_mtp_layers)
 
 
 def init_table(args: DeepSeekArgs) -> tuple[tuple[str, InitRule], ...]:
     """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
 
-    DeepSeek-V3 itself uses a standard deviation of 0.006 (section 4.2): set `init_std`. A tied
-    embedding starts like an output.
+    DeepSeek-V3 itself uses a standard deviation of 0.006 (section 4.2): set `init_std`.
     """
-    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
-    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
-    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
-    for layer in range(args.n_layers + args.num_mtp_layers):
-        residual = trunc_normal(args.init_std / math.sqrt(2 * (layer + 1)))
-        rows.append((f"layers.{layer}.attention.wo.weight", residual))
-        if layer < args.n_dense_layers:
-            rows.append((f"layers.{layer}.feed_forward.w[23].weight", residual))
-        else:
-            rows += [
-                (f"layers.{layer}.moe.experts.w[23]", residual),
-                (f"layers.{layer}.moe.shared_experts.w[23].weight", residual),
-                (f"layers.{layer}.moe.router.gate.weight", residual),
-            ]
-    plain = trunc_normal(args.init_std)
-    rows += [
-        ("layers.*.attention.w[qk]*.weight", plain),
-        ("layers.*.feed_forward.w1.weight", plain),
-        ("layers.*.moe.experts.w1", plain),
-        ("layers.*.moe.shared_experts.w1.weight", plain),
-        ("layers.*.eh_proj.weight", plain),
-        ("output.weight", output),
-    ]
-    return tuple(rows)
+    modules = ["attention", "experts", "shared_experts"]
+    modules += ["feed_forward"] * (args.n_dense_layers > 0) + ["mtp"] * (args.num_mtp_layers > 0)
+    num_layers = args.n_layers + args.num_mtp_layers
+    return decoder_init(args, modules, args.init_std, num_layers=num_layers)

@@ -7,38 +7,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchtitan_like.models.decoder_tables import HF_EXPERTS, HF_FUSED_EXPERTS
+from torchtitan_like.models.decoder_tables import (
+    EXPERT_BIAS,
+    HF_DECODER,
+    HF_EXPERTS,
+    HF_FEED_FORWARD,
+    HF_FUSED_EXPERTS,
+    layer_rows,
+    same_names,
+)
 from torchtitan_like.models.deepseek_v3.flavors import DeepSeekArgs
 from torchtitan_like.models.hf_table import Rows, Table
 
-_ATTENTION = "model.layers.{}.self_attn."
-_MLP = "model.layers.{}.mlp."
-_NAMES: tuple[tuple[str, str], ...] = (
-    ("tok_embeddings.weight", "model.embed_tokens.weight"),
-    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
-    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
-    ("layers.{}.attention.wq_a.weight", _ATTENTION + "q_a_proj.weight"),
-    ("layers.{}.attention.q_norm.weight", _ATTENTION + "q_a_layernorm.weight"),
-    ("layers.{}.attention.wq_b.weight", _ATTENTION + "q_b_proj.weight"),
-    ("layers.{}.attention.wkv_a.weight", _ATTENTION + "kv_a_proj_with_mqa.weight"),
-    ("layers.{}.attention.kv_norm.weight", _ATTENTION + "kv_a_layernorm.weight"),
-    ("layers.{}.attention.wkv_b.weight", _ATTENTION + "kv_b_proj.weight"),
-    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
-    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
-    ("layers.{}.feed_forward.w1.weight", _MLP + "gate_proj.weight"),
-    ("layers.{}.feed_forward.w2.weight", _MLP + "down_proj.weight"),
-    ("layers.{}.feed_forward.w3.weight", _MLP + "up_proj.weight"),
-    ("layers.{}.moe.router.gate.weight", _MLP + "gate.weight"),
-    ("layers.{}.moe.shared_experts.w1.weight", _MLP + "shared_experts.gate_proj.weight"),
-    ("layers.{}.moe.shared_experts.w2.weight", _MLP + "shared_experts.down_proj.weight"),
-    ("layers.{}.moe.shared_experts.w3.weight", _MLP + "shared_experts.up_proj.weight"),
-    ("norm.weight", "model.norm.weight"),
-    ("output.weight", "lm_head.weight"),
+_LATENT_ATTENTION = (
+    ("wq", "q_proj"),
+    ("wq_a", "q_a_proj"),
+    ("q_norm", "q_a_layernorm"),
+    ("wq_b", "q_b_proj"),
+    ("wkv_a", "kv_a_proj_with_mqa"),
+    ("kv_norm", "kv_a_layernorm"),
+    ("wkv_b", "kv_b_proj"),
+    ("wo", "o_proj"),
 )
-
-
-# DeepSeek-V2, which has softmax scores, has no bias.
-_BIAS = (("layers.{}.moe.expert_bias", _MLP + "gate.e_score_correction_bias"),)
+_NAMES = (
+    *HF_DECODER,
+    *layer_rows("attention", "self_attn", _LATENT_ATTENTION),
+    *layer_rows("feed_forward", "mlp", HF_FEED_FORWARD),
+    *layer_rows("moe.shared_experts", "mlp.shared_experts", HF_FEED_FORWARD),
+    ("layers.{}.moe.router.gate.weight", "model.layers.{}.mlp.gate.weight"),
+)
 # A layer for multi-token prediction also has the names of a block.
 _LAYER = "model.layers.{}."
 _MTP = (
@@ -60,7 +57,8 @@ def hf_alternative_names(args: DeepSeekArgs) -> Rows:
 
 
 def _names(args: DeepSeekArgs) -> tuple[tuple[str, str], ...]:
-    bias = _BIAS if args.score_func == "sigmoid" else ()
+    # DeepSeek-V2, which has softmax scores, has no bias.
+    bias = (EXPERT_BIAS,) if args.score_func == "sigmoid" else ()
     return (*_NAMES, *bias, *(_MTP if args.num_mtp_layers else ()))
 
 
@@ -91,7 +89,7 @@ def hf_copies(args: DeepSeekArgs) -> Table:
 
 def meta_names(args: DeepSeekArgs) -> Rows:
     """Return pairs (native name, TorchTitan's name): the names are equal."""
-    return tuple((name, name) for name, _ in (*_NAMES, *_BIAS, *_MTP, *HF_EXPERTS))
+    return same_names((*_NAMES, EXPERT_BIAS, *_MTP, *HF_EXPERTS))
 
 
 def hf_config(args: DeepSeekArgs) -> dict[str, Any]:

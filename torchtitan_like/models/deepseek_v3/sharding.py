@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from torchtitan_like.models.decoder_tables import (
+    EXPERTS,
     FEED_FORWARD,
+    SHARED_EXPERTS,
     decoder_constraints,
     decoder_sharding,
 )
@@ -16,10 +18,8 @@ SHARDING = decoder_sharding(
     ("attention.w[qk]*_b.weight", "column"),
     ("attention.wo.weight", "row"),
     *FEED_FORWARD,
-    ("moe.router.gate.weight", "router"),
-    ("moe.experts.w[123]", "experts"),
-    ("moe.shared_experts.w[13].weight", "column"),
-    ("moe.shared_experts.w2.weight", "row"),
+    *EXPERTS,
+    *SHARED_EXPERTS,
     ("[eh]norm.weight", "norm"),
     ("norm.weight", "norm"),
     ("eh_proj.weight", "projection"),

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from torchtitan_like.models.attention_rules import MASK_TYPES, check_attention
 from torchtitan_like.models.balance_rules import check_balance
-from torchtitan_like.models.decoder_tables import decoder_upcycling
+from torchtitan_like.models.cost import (
+    LayerCost,
+    ModelCost,
+    attention_params,
+    decoder_cost,
+    feed_forward_params,
+)
+from torchtitan_like.models.decoder_tables import decoder_init, decoder_upcycling
 from torchtitan_like.models.size_rules import (
     ROPE_TYPES,
     check_base,
@@ -22,7 +29,7 @@ from torchtitan_like.models.size_rules import (
     check_positive,
     check_ranges,
 )
-from torchtitan_like.models.spec import InitRule, Upcycling, trunc_normal
+from torchtitan_like.models.spec import InitRule, Upcycling
 
 # Kernels that can compute a window.
 WINDOW_ATTENTION_TYPES = ("sdpa", "flex")
@@ -516,45 +523,30 @@ def _check_attention(args: DenseArgs) -> list[str]:
 # ---- cost and initial weights
 
 
-def num_params(args: DenseArgs) -> int:
-    """Return the number of parameters; a tied output counts once."""
-    experts = with_experts(args)
-    return _count_params(args, experts.num_experts if experts else 0)
-
-
-def num_active_params(args: DenseArgs) -> int:
-    """Return the number of parameters that process a token: without unselected experts."""
-    experts = with_experts(args)
-    return _count_params(args, experts.top_k if experts else 0)
-
-
-def _count_params(args: DenseArgs, num_experts: int) -> int:
+def cost(args: DenseArgs) -> ModelCost:
+    """Return the layers and what they cost."""
     query_dim, key_dim = args.n_heads * args.head_dim, args.num_kv_heads * args.head_dim
-    attention = args.dim * 2 * (query_dim + key_dim)
-    attention += (query_dim + 2 * key_dim) * args.has_qkv_bias + args.dim * args.attention_bias
-    attention += 2 * args.head_dim * args.has_qk_norm
-    network = 3 * args.dim * args.ffn_dim + (2 * args.ffn_dim + args.dim) * args.mlp_bias
+    attention = attention_params(
+        args.dim,
+        query_dim,
+        key_dim,
+        qkv_bias=args.has_qkv_bias,
+        output_bias=args.attention_bias,
+    )
+    params = attention + 2 * args.head_dim * args.has_qk_norm + 2 * args.dim
+    layer = LayerCost(params, attention_width=2 * query_dim)
     if experts := with_experts(args):
-        router = experts.num_experts * args.dim
-        network = router + num_experts * 3 * args.dim * experts.moe_inter_dim
-    embeddings = 1 if args.enable_weight_tying else 2
-    block = attention + network + 2 * args.dim
-    return args.n_layers * block + args.dim + embeddings * args.vocab_size * args.dim
-
-
-def flops_per_token(args: DenseArgs, seq_len: int) -> int:
-    """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
-
-    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
-    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
-    counts in full, including its masked half, but at most a window of keys in the layers that have
-    one.
-    """
-    weights = num_active_params(args)
-    if not args.enable_weight_tying:
-        weights -= args.vocab_size * args.dim
-    num_keys = sum(min(args.window(i) or seq_len, seq_len) for i in range(args.n_layers))
-    return 6 * (weights + args.n_heads * 2 * args.head_dim * num_keys)
+        layer = layer._replace(
+            params=params + args.dim * experts.num_experts,
+            num_experts=experts.num_experts,
+            top_k=experts.top_k,
+            expert_params=feed_forward_params(args.dim, experts.moe_inter_dim),
+        )
+    else:
+        network = feed_forward_params(args.dim, args.ffn_dim, has_bias=args.mlp_bias)
+        layer = layer._replace(params=params + network)
+    layers = (layer._replace(max_keys=args.window(i)) for i in range(args.n_layers))
+    return decoder_cost(args, layers)
 
 
 def init_table(args: DenseArgs) -> tuple[tuple[str, InitRule], ...]:
@@ -563,23 +555,9 @@ def init_table(args: DenseArgs) -> tuple[tuple[str, InitRule], ...]:
     Biases start at 0. A tied embedding starts like an output: with a standard deviation of 1 the
     first logits would be of order sqrt(dim).
     """
-    residual_weights = ["attention.wo.weight", "feed_forward.w[23].weight"]
-    plain_weights = ["attention.w[qkv].weight", "feed_forward.w1.weight"]
-    if with_experts(args):
-        residual_weights[1:] = ["moe.experts.w[23]", "moe.router.gate.weight"]
-        plain_weights[1:] = ["moe.experts.w1"]
-    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
-    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
-    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
-    if args.has_qkv_bias or args.mlp_bias:
-        rows.append(("*.bias", InitRule("zeros")))
-    for layer in range(args.n_layers):
-        depth = layer + 1 if args.depth_init else args.n_layers
-        residual = trunc_normal(args.linear_std / math.sqrt(2 * depth))
-        rows += [(f"layers.{layer}.{name}", residual) for name in residual_weights]
-    rows += [(f"layers.*.{name}", trunc_normal(args.linear_std)) for name in plain_weights]
-    rows.append(("output.weight", output))
-    return tuple(rows)
+    modules = ("attention", "experts" if with_experts(args) else "feed_forward")
+    has_bias = args.has_qkv_bias or args.mlp_bias
+    return decoder_init(args, modules, args.linear_std, args.depth_init, has_bias=has_bias)
 
 
 def upcycling(args: DenseArgs) -> Upcycling | str:

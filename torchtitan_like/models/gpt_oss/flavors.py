@@ -7,6 +7,14 @@ from dataclasses import dataclass
 
 from torchtitan_like.models.attention_rules import MASK_TYPES
 from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.cost import (
+    LayerCost,
+    ModelCost,
+    attention_params,
+    decoder_cost,
+    feed_forward_params,
+)
+from torchtitan_like.models.decoder_tables import decoder_init
 from torchtitan_like.models.size_rules import (
     check_base,
     check_divisor,
@@ -14,7 +22,7 @@ from torchtitan_like.models.size_rules import (
     check_positive,
     check_ranges,
 )
-from torchtitan_like.models.spec import InitRule, trunc_normal
+from torchtitan_like.models.spec import InitRule
 
 # Kernels that can compute a window and a sink.
 ATTENTION_TYPES = ("sdpa", "flex")
@@ -105,51 +113,26 @@ def check(args: GptOssArgs) -> list[str]:
     return problems
 
 
-def num_params(args: GptOssArgs) -> int:
-    """Return the number of parameters; a tied output counts once."""
-    return _count_params(args, args.num_experts)
-
-
-def num_active_params(args: GptOssArgs) -> int:
-    """Return the number of parameters that process a token: without unselected experts."""
-    return _count_params(args, args.top_k)
-
-
-def _count_params(args: GptOssArgs, num_experts: int) -> int:
+def cost(args: GptOssArgs) -> ModelCost:
+    """Return the layers and what they cost."""
     query_dim, key_dim = args.n_heads * args.head_dim, args.n_kv_heads * args.head_dim
-    attention = (args.dim + 1) * (query_dim + 2 * key_dim) + (query_dim + 1) * args.dim
-    router = args.num_experts * (args.dim + 1)
-    expert = 3 * args.dim * args.moe_inter_dim + 2 * args.moe_inter_dim + args.dim
-    block = attention + args.n_heads + router + num_experts * expert + 2 * args.dim
-    embeddings = 1 if args.enable_weight_tying else 2
-    return args.n_layers * block + args.dim + embeddings * args.vocab_size * args.dim
-
-
-def flops_per_token(args: GptOssArgs, seq_len: int) -> int:
-    """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
-
-    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
-    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
-    counts in full, including its masked half, but at most a window of keys in the layers that have
-    one.
-    """
-    weights = num_active_params(args)
-    if not args.enable_weight_tying:
-        weights -= args.vocab_size * args.dim
-    num_keys = sum(min(args.window(i) or seq_len, seq_len) for i in range(args.n_layers))
-    return 6 * (weights + args.n_heads * 2 * args.head_dim * num_keys)
+    attention = attention_params(args.dim, query_dim, key_dim, qkv_bias=True, output_bias=True)
+    sinks = args.n_heads
+    router = (args.dim + 1) * args.num_experts
+    layer = LayerCost(
+        attention + sinks + router + 2 * args.dim,
+        attention_width=2 * query_dim,
+        num_experts=args.num_experts,
+        top_k=args.top_k,
+        expert_params=feed_forward_params(args.dim, args.moe_inter_dim, has_bias=True),
+    )
+    layers = (layer._replace(max_keys=args.window(i)) for i in range(args.n_layers))
+    return decoder_cost(args, layers)
 
 
 def init_table(args: GptOssArgs) -> tuple[tuple[str, InitRule], ...]:
     """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
 
-    Biases and sinks start like the weights of their layer. A tied embedding starts like an output.
+    Biases and sinks start like the weights of their layer.
     """
-    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
-    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
-    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
-    for layer in range(args.n_layers):
-        rule = trunc_normal(args.init_std / math.sqrt(2 * (layer + 1)))
-        rows += [(f"layers.{layer}.attention.*", rule), (f"layers.{layer}.moe.*", rule)]
-    rows.append(("output.weight", output))
-    return tuple(rows)
+    return decoder_init(args, ("whole_block",), args.init_std)

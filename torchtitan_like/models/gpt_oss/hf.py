@@ -8,29 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchtitan_like.models.decoder_tables import (
+    EXPERT_BIAS,
+    HF_ATTENTION,
+    HF_DECODER,
+    layer_rows,
+    same_names,
+)
 from torchtitan_like.models.gpt_oss.flavors import GptOssArgs
 from torchtitan_like.models.hf_table import Row, Rows
 
-_ATTENTION = "model.layers.{}.self_attn."
 _MLP = "model.layers.{}.mlp."
 _EXPERTS = "layers.{}.moe.experts."
-_NAMES: tuple[tuple[str, str], ...] = (
-    ("tok_embeddings.weight", "model.embed_tokens.weight"),
-    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
-    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
-    ("layers.{}.attention.wq.bias", _ATTENTION + "q_proj.bias"),
-    ("layers.{}.attention.wk.weight", _ATTENTION + "k_proj.weight"),
-    ("layers.{}.attention.wk.bias", _ATTENTION + "k_proj.bias"),
-    ("layers.{}.attention.wv.weight", _ATTENTION + "v_proj.weight"),
-    ("layers.{}.attention.wv.bias", _ATTENTION + "v_proj.bias"),
-    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
-    ("layers.{}.attention.wo.bias", _ATTENTION + "o_proj.bias"),
-    ("layers.{}.attention.sinks", _ATTENTION + "sinks"),
-    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
+_NAMES = (
+    *HF_DECODER,
+    *layer_rows("attention", "self_attn", HF_ATTENTION),
+    *layer_rows("attention", "self_attn", HF_ATTENTION, "bias"),
+    ("layers.{}.attention.sinks", "model.layers.{}.self_attn.sinks"),
     ("layers.{}.moe.router.gate.weight", _MLP + "router.weight"),
     ("layers.{}.moe.router.gate.bias", _MLP + "router.bias"),
-    ("norm.weight", "model.norm.weight"),
-    ("output.weight", "lm_head.weight"),
 )
 
 
@@ -54,8 +50,7 @@ def hf_names(args: GptOssArgs) -> Rows:
 def meta_names(args: GptOssArgs) -> Rows:
     """Return the rows of TorchTitan's names."""
     return (
-        *((name, name) for name, _ in _NAMES),
-        ("layers.{}.moe.expert_bias", "layers.{}.moe.expert_bias"),
+        *same_names((*_NAMES, EXPERT_BIAS)),
         _alternating("w", _EXPERTS + "mlp1_weight"),
         _alternating("b", _EXPERTS + "mlp1_bias"),
         (_EXPERTS + "w2", _EXPERTS + "mlp2_weight"),

@@ -7,13 +7,21 @@ from dataclasses import dataclass, replace
 
 from torchtitan_like.models.attention_rules import MASK_TYPES
 from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.cost import (
+    LayerCost,
+    ModelCost,
+    attention_params,
+    decoder_cost,
+    feed_forward_params,
+)
+from torchtitan_like.models.decoder_tables import decoder_init
 from torchtitan_like.models.size_rules import (
     check_base,
     check_divisor,
     check_positive,
     check_ranges,
 )
-from torchtitan_like.models.spec import InitRule, trunc_normal
+from torchtitan_like.models.spec import InitRule
 
 # Kernels that can compute chunks.
 ATTENTION_TYPES = ("sdpa", "flex")
@@ -199,67 +207,27 @@ def check(args: Llama4Args) -> list[str]:
     return problems + check_divisor("n_kv_heads", args.num_kv_heads, "n_heads", args.n_heads)
 
 
-def num_params(args: Llama4Args) -> int:
-    """Return the number of parameters; a tied output counts once."""
-    return _count_params(args, args.num_experts)
-
-
-def num_active_params(args: Llama4Args) -> int:
-    """Return the number of parameters that process a token: without unselected experts."""
-    return _count_params(args, args.top_k)
-
-
-def _count_params(args: Llama4Args, num_experts: int) -> int:
-    attention = 2 * args.dim * (args.n_heads + args.num_kv_heads) * args.head_dim
-    feed_forward = 3 * args.dim * args.ffn_dim
-    moe = args.num_experts * args.dim + (num_experts + 1) * 3 * args.dim * args.moe_inter_dim
-    networks = sum(moe if args.has_experts(i) else feed_forward for i in range(args.n_layers))
-    embeddings = 1 if args.enable_weight_tying else 2
-    blocks = args.n_layers * (attention + 2 * args.dim) + networks
-    return blocks + args.dim + embeddings * args.vocab_size * args.dim
-
-
-def flops_per_token(args: Llama4Args, seq_len: int) -> int:
-    """Return 6 (P - P_embedding) + 6 H (2 head_dim) sum of each layer's keys: forward and backward.
-
-    PaLM, arXiv:2204.02311, appendix B. P counts only the experts that process a token. The
-    embedding lookup costs nothing; the output's matrix product counts, tied or not. Attention
-    counts in full, including its masked half, but at most a chunk of keys in the layers that have
-    chunks.
-    """
-    weights = num_active_params(args)
-    if not args.enable_weight_tying:
-        weights -= args.vocab_size * args.dim
-    num_keys = sum(min(args.chunk(i) or seq_len, seq_len) for i in range(args.n_layers))
-    return 6 * (weights + args.n_heads * 2 * args.head_dim * num_keys)
+def cost(args: Llama4Args) -> ModelCost:
+    """Return the layers and what they cost."""
+    query_dim, key_dim = args.n_heads * args.head_dim, args.num_kv_heads * args.head_dim
+    params = attention_params(args.dim, query_dim, key_dim) + 2 * args.dim
+    expert = feed_forward_params(args.dim, args.moe_inter_dim)
+    dense = LayerCost(params + feed_forward_params(args.dim, args.ffn_dim), 2 * query_dim)
+    sparse = LayerCost(
+        params + args.dim * args.num_experts + expert,
+        2 * query_dim,
+        num_experts=args.num_experts,
+        top_k=args.top_k,
+        expert_params=expert,
+    )
+    layers = (
+        (sparse if args.has_experts(i) else dense)._replace(max_keys=args.chunk(i))
+        for i in range(args.n_layers)
+    )
+    return decoder_cost(args, layers)
 
 
 def init_table(args: Llama4Args) -> tuple[tuple[str, InitRule], ...]:
-    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies.
-
-    A tied embedding starts like an output.
-    """
-    output = InitRule("trunc_normal", std=args.dim**-0.5, bound=3.0)
-    embedding = output if args.enable_weight_tying else InitRule("normal", std=1.0)
-    rows = [("*norm.weight", InitRule("ones")), ("tok_embeddings.weight", embedding)]
-    for layer in range(args.n_layers):
-        depth = layer + 1 if args.depth_init else args.n_layers
-        residual = trunc_normal(args.init_std / math.sqrt(2 * depth))
-        rows.append((f"layers.{layer}.attention.wo.weight", residual))
-        if args.has_experts(layer):
-            rows += [
-                (f"layers.{layer}.moe.experts.w[23]", residual),
-                (f"layers.{layer}.moe.shared_experts.w[23].weight", residual),
-                (f"layers.{layer}.moe.router.gate.weight", residual),
-            ]
-        else:
-            rows.append((f"layers.{layer}.feed_forward.w[23].weight", residual))
-    plain = trunc_normal(args.init_std)
-    rows += [
-        ("layers.*.attention.w[qkv].weight", plain),
-        ("layers.*.feed_forward.w1.weight", plain),
-        ("layers.*.moe.experts.w1", plain),
-        ("layers.*.moe.shared_experts.w1.weight", plain),
-        ("output.weight", output),
-    ]
-    return tuple(rows)
+    """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies."""
+    modules = ("attention", "feed_forward", "experts", "shared_experts")
+    return decoder_init(args, modules, args.init_std, args.depth_init)

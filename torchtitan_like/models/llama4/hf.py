@@ -9,29 +9,25 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from torchtitan_like.models.decoder_tables import (
+    EXPERT_BIAS,
+    HF_ATTENTION,
+    HF_DECODER,
+    HF_FEED_FORWARD,
+    layer_rows,
+    same_names,
+)
 from torchtitan_like.models.hf_table import Row, Rows
 from torchtitan_like.models.llama4.flavors import Llama4Args
 
-_ATTENTION = "model.layers.{}.self_attn."
 _NETWORK = "model.layers.{}.feed_forward."
 _EXPERTS = "layers.{}.moe.experts."
-_NAMES: tuple[tuple[str, str], ...] = (
-    ("tok_embeddings.weight", "model.embed_tokens.weight"),
-    ("layers.{}.attention_norm.weight", "model.layers.{}.input_layernorm.weight"),
-    ("layers.{}.attention.wq.weight", _ATTENTION + "q_proj.weight"),
-    ("layers.{}.attention.wk.weight", _ATTENTION + "k_proj.weight"),
-    ("layers.{}.attention.wv.weight", _ATTENTION + "v_proj.weight"),
-    ("layers.{}.attention.wo.weight", _ATTENTION + "o_proj.weight"),
-    ("layers.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight"),
-    ("layers.{}.feed_forward.w1.weight", _NETWORK + "gate_proj.weight"),
-    ("layers.{}.feed_forward.w2.weight", _NETWORK + "down_proj.weight"),
-    ("layers.{}.feed_forward.w3.weight", _NETWORK + "up_proj.weight"),
+_NAMES = (
+    *HF_DECODER,
+    *layer_rows("attention", "self_attn", HF_ATTENTION),
+    *layer_rows("feed_forward", "feed_forward", HF_FEED_FORWARD),
+    *layer_rows("moe.shared_experts", "feed_forward.shared_expert", HF_FEED_FORWARD),
     ("layers.{}.moe.router.gate.weight", _NETWORK + "router.weight"),
-    ("layers.{}.moe.shared_experts.w1.weight", _NETWORK + "shared_expert.gate_proj.weight"),
-    ("layers.{}.moe.shared_experts.w2.weight", _NETWORK + "shared_expert.down_proj.weight"),
-    ("layers.{}.moe.shared_experts.w3.weight", _NETWORK + "shared_expert.up_proj.weight"),
-    ("norm.weight", "model.norm.weight"),
-    ("output.weight", "lm_head.weight"),
 )
 
 
@@ -58,9 +54,8 @@ def hf_unread(args: Llama4Args) -> tuple[str, ...]:
 
 def meta_names(args: Llama4Args) -> Rows:
     """Return pairs (native name, TorchTitan's name): the names are equal."""
-    names = [name for name, _ in _NAMES]
-    names += [_EXPERTS + f"w{i}" for i in (1, 2, 3)]
-    return tuple((name, name) for name in (*names, "layers.{}.moe.expert_bias"))
+    experts = tuple((_EXPERTS + weight, "") for weight in ("w1", "w2", "w3"))
+    return same_names((*_NAMES, *experts, EXPERT_BIAS))
 
 
 def hf_config(args: Llama4Args) -> dict[str, Any]:

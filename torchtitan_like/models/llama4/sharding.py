@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from torchtitan_like.models.decoder_tables import (
     ATTENTION,
+    EXPERTS,
     FEED_FORWARD,
+    SHARED_EXPERTS,
     decoder_constraints,
     decoder_sharding,
 )
@@ -13,10 +15,8 @@ from torchtitan_like.models.llama4.flavors import Llama4Args
 SHARDING = decoder_sharding(
     *ATTENTION,
     *FEED_FORWARD,
-    ("moe.router.gate.weight", "router"),
-    ("moe.experts.w[123]", "experts"),
-    ("moe.shared_experts.w[13].weight", "column"),
-    ("moe.shared_experts.w2.weight", "row"),
+    *EXPERTS,
+    *SHARED_EXPERTS,
 )
 
 
