@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from torchtitan_like.distributed.world import launched_as
-from torchtitan_like.models.balance_rules import METHODS
+from torchtitan_like.models.argument_rules import BALANCE_METHODS as METHODS
 from torchtitan_like.models.layers import balance, moe
 from torchtitan_like.run import open_trainer, resolve_run
 from torchtitan_like.train import Trainer

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torchtitan_like.models import InitRule, ModelSpec, register
 from torchtitan_like.models.cost import LayerCost, ModelCost
 from torchtitan_like.models.hf_table import Rows
-from torchtitan_like.models.layers.embedding import Embedding
+from torchtitan_like.models.layers.decoder import Embedding
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.kernels import causal_attention
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, rotate

@@ -15,8 +15,7 @@ FILES = {
 from torch import nn
 
 from torchtitan_like.models.layers.attention import Attention
-from torchtitan_like.models.layers.decoder import Decoder
-from torchtitan_like.models.layers.feed_forward import FeedForward
+from torchtitan_like.models.layers.decoder import Decoder, FeedForward
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
 from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
-from torchtitan_like.models.attention_rules import unsupported_attention, unsupported_backend
+from torchtitan_like.models.argument_rules import unsupported_attention, unsupported_backend
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.suggestions import did_you_mean

@@ -9,7 +9,7 @@ from typing import Any
 from torchtitan_like.models.hf_table import Row, Table
 from torchtitan_like.models.spec import InitRule, Upcycling, trunc_normal
 
-# Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.feed_forward.FeedForward`.
+# Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.decoder.FeedForward`.
 ATTENTION = (("attention.w[qkv].weight", "column"), ("attention.wo.weight", "row"))
 FEED_FORWARD = (("feed_forward.w[13].weight", "column"), ("feed_forward.w2.weight", "row"))
 # For the experts of `layers.moe.MoE`.

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from torchtitan_like.models.size_rules import MAX_LAYERS, MAX_SIZE
+from torchtitan_like.models.argument_rules import MAX_LAYERS, MAX_SIZE
 
 
 class Refusal(NamedTuple):

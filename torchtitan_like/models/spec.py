@@ -21,9 +21,9 @@ from typing import (
     get_type_hints,
 )
 
+from torchtitan_like.models.argument_rules import MAX_PARAMS, check_limits
 from torchtitan_like.models.cost import ModelCost
 from torchtitan_like.models.hf_table import Rows, Table
-from torchtitan_like.models.size_rules import MAX_PARAMS, check_limits
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torchtitan_like.models.layers.moe import MoE
 
 if TYPE_CHECKING:
     from torchtitan_like.distributed.world import World
-    from torchtitan_like.models.balance_rules import Balance
+    from torchtitan_like.models.layers.balance import Balance
 
 
 class ExpertLoads(NamedTuple):

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from torchtitan_like.models import get_spec, resolve_args
-from torchtitan_like.models.attention_rules import (
+from torchtitan_like.models.argument_rules import (
     BACKENDS,
     unsupported_attention,
     unsupported_backend,

@@ -8,7 +8,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.unit.models.test_moe import DIM, EXPERTS, HIDDEN, some
 from torchtitan_like.distributed.activation import SAVED_OPS, _PerOpPolicy
-from torchtitan_like.models.balance_rules import Balance, check_balance
+from torchtitan_like.models.argument_rules import check_balance
+from torchtitan_like.models.layers.balance import Balance
 from torchtitan_like.models.layers.moe import Experts, MoE, Router
 
 TOP_K = 2

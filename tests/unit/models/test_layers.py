@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtitan_like.models.layers.attention import Attention, causal_attention
-from torchtitan_like.models.layers.feed_forward import FeedForward
+from torchtitan_like.models.layers.decoder import FeedForward
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import (

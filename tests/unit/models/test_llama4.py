@@ -181,7 +181,7 @@ def test_short_sequences_do_not_change_the_temperature():
     args, model = build()
     _, short = build({"max_seq_len": 7})
     assert fit_positions(args, 7).floor_scale == args.floor_scale == 8
-    assert short.layers["1"].attention.temperature is None
+    assert short.layers["1"].attention.attn_scale == 0.0
     tokens = some_tokens(args, seq=7)
     assert torch.equal(model(tokens), short(tokens))
     _, constant = build({"attn_scale": 0.0})

@@ -8,7 +8,7 @@ import torch
 from tests.unit.models.test_balance import EXPERTS, TOP_K, build, some
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import HostGroup, World
-from torchtitan_like.models.balance_rules import Balance
+from torchtitan_like.models.layers.balance import Balance
 from torchtitan_like.optim.balancing import ExpertBalancer, bias_changes
 
 TAKE_STEP, SKIP_STEP = torch.zeros(()), torch.ones(())

@@ -6,8 +6,16 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from torchtitan_like.models.attention_rules import check_attention
-from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.argument_rules import (
+    check_attention,
+    check_balance,
+    check_base,
+    check_choices,
+    check_divisor,
+    check_even,
+    check_positive,
+    check_ranges,
+)
 from torchtitan_like.models.cost import (
     LayerCost,
     ModelCost,
@@ -15,13 +23,6 @@ from torchtitan_like.models.cost import (
     feed_forward_params,
 )
 from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.size_rules import (
-    check_base,
-    check_divisor,
-    check_even,
-    check_positive,
-    check_ranges,
-)
 from torchtitan_like.models.spec import InitRule
 
 ScoreFunction = Literal["softmax", "sigmoid"]
@@ -42,7 +43,7 @@ class DeepSeekArgs:
     route_scale: multiply these weights by this factor.
     num_expert_groups, num_limited_groups: the experts form groups; a token chooses among the
         experts of its best num_limited_groups groups.
-    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
+    load_balance, load_balance_coeff, router_z_coeff: see `layers.balance.Balance`.
     sequence_loss_coeff: with load_balance = "bias", weight of an additional loss over each
         sequence.
     q_lora_rank: width of the latent of the queries; 0: no latent.
@@ -131,7 +132,7 @@ def check(args: DeepSeekArgs) -> list[str]:
     positive = ("dim", "n_layers", "n_heads", "inter_dim", "moe_inter_dim", "vocab_size", "norm_eps", "num_experts",
                 "num_shared_experts", "num_expert_groups", "route_scale", "kv_lora_rank", "qk_nope_head_dim",
                 "qk_rope_head_dim", "v_head_dim", "max_seq_len", "original_seq_len", "beta_slow", "init_std")  # fmt: skip
-    problems = check_attention(args.attn_type, args.attn_mask_type)
+    problems = check_attention(args)
     problems += check_balance(
         args.load_balance,
         args.load_balance_coeff,
@@ -159,12 +160,7 @@ def check(args: DeepSeekArgs) -> list[str]:
 
 def _check_router(args: DeepSeekArgs) -> list[str]:
     """Return the problems of the router, whose sizes are in range."""
-    problems = []
-    if args.score_func not in get_args(ScoreFunction):
-        problems.append(
-            f"score_func = {args.score_func!r}: expected one of "
-            f"{', '.join(get_args(ScoreFunction))}; remove it to use the flavor's"
-        )
+    problems = check_choices(args, ("score_func", get_args(ScoreFunction)))
     if args.score_func == "softmax" and args.route_norm:
         problems.append(
             'route_norm = True: expected False with score_func = "softmax", as in DeepSeek-V2; '

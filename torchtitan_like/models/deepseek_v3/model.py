@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import cast
 
-from torchtitan_like.models.balance_rules import Balance
 from torchtitan_like.models.deepseek_v3.flavors import DeepSeekArgs, ScoreFunction
-from torchtitan_like.models.layers.decoder import DecoderBlock
-from torchtitan_like.models.layers.feed_forward import FeedForward
+from torchtitan_like.models.layers.balance import Balance
+from torchtitan_like.models.layers.decoder import DecoderBlock, FeedForward
 from torchtitan_like.models.layers.kernels import Core, attention_kernel
 from torchtitan_like.models.layers.latent_attention import LatentAttention
 from torchtitan_like.models.layers.moe import Experts, MoE, Router

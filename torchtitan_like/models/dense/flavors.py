@@ -11,8 +11,18 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from torchtitan_like.models.attention_rules import MASK_TYPES, check_attention
-from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.argument_rules import (
+    ROPE_TYPES,
+    check_attention,
+    check_balance,
+    check_base,
+    check_choices,
+    check_divisor,
+    check_even,
+    check_local_attention,
+    check_positive,
+    check_ranges,
+)
 from torchtitan_like.models.cost import (
     LayerCost,
     ModelCost,
@@ -21,18 +31,7 @@ from torchtitan_like.models.cost import (
     feed_forward_params,
 )
 from torchtitan_like.models.decoder_tables import decoder_init, decoder_upcycling
-from torchtitan_like.models.size_rules import (
-    ROPE_TYPES,
-    check_base,
-    check_divisor,
-    check_even,
-    check_positive,
-    check_ranges,
-)
 from torchtitan_like.models.spec import InitRule, Upcycling
-
-# Kernels that can compute a window.
-WINDOW_ATTENTION_TYPES = ("sdpa", "flex")
 
 # The standard deviation of a linear layer's weights as a function of the model's width h.
 INIT_STD = {
@@ -249,7 +248,7 @@ class Qwen3Args(DenseArgs):
     top_k: number of experts that process each token.
     moe_inter_dim: width of each expert.
     route_norm: divide the weights of a token's experts by their sum.
-    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
+    load_balance, load_balance_coeff, router_z_coeff: see `layers.balance.Balance`.
     """
 
     dim: int = 1024
@@ -464,12 +463,7 @@ def _check_experts(args: Qwen3Args) -> list[str]:
 def _check_choices(args: HfArgs) -> list[str]:
     """Return the problems of names, of ranges, and of options that the class does not have."""
     choices = (("architecture", tuple(ARCHITECTURES)), ("rope_type", ROPE_TYPES))
-    problems = [
-        f"{key} = {getattr(args, key)!r}: expected one of {', '.join(values)}; remove it to use "
-        "the flavor's"
-        for key, values in choices
-        if getattr(args, key) not in values
-    ]
+    problems = check_choices(args, *choices)
     ranges = (
         ("sliding_window_size", 0, math.inf),
         ("first_window_layer", 0, math.inf),
@@ -491,18 +485,10 @@ def _check_choices(args: HfArgs) -> list[str]:
 
 def _check_attention(args: DenseArgs) -> list[str]:
     """Return one sentence for each problem of masks and kernels."""
-    if not args.sliding_window_size:
-        problems = check_attention(args.attn_type, args.attn_mask_type)
+    if args.sliding_window_size:
+        problems = check_local_attention(args, " with a sliding window")
     else:
-        problems = [
-            f"{key} = {getattr(args, key)!r}: expected one of {', '.join(values)} with a sliding "
-            "window; remove it to use the flavor's"
-            for key, values in (
-                ("attn_type", WINDOW_ATTENTION_TYPES),
-                ("attn_mask_type", MASK_TYPES),
-            )
-            if getattr(args, key) not in values
-        ]
+        problems = check_attention(args)
     if args.rope.type != "dynamic":
         return problems
     original = args.rope.original_seq_len

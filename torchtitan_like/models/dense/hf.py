@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from torchtitan_like.models.argument_rules import yarn_scale
 from torchtitan_like.models.decoder_tables import (
     EXPERT_BIAS,
     HF_ATTENTION,
@@ -39,7 +40,6 @@ from torchtitan_like.models.hf_fields import (
     show,
 )
 from torchtitan_like.models.hf_table import Row, Rows, Table
-from torchtitan_like.models.size_rules import yarn_scale
 from torchtitan_like.models.spec import HfModel
 
 

@@ -6,11 +6,10 @@ Llama 3 (arXiv:2407.21783), Mistral (arXiv:2310.06825), Qwen2 (arXiv:2407.10671)
 
 from __future__ import annotations
 
-from torchtitan_like.models.balance_rules import Balance
 from torchtitan_like.models.dense.flavors import DenseArgs, Qwen3Args, with_experts
-from torchtitan_like.models.layers.attention import Attention, NormedAttention
-from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
-from torchtitan_like.models.layers.feed_forward import FeedForward
+from torchtitan_like.models.layers.attention import Attention
+from torchtitan_like.models.layers.balance import Balance
+from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock, FeedForward
 from torchtitan_like.models.layers.kernels import Core, attention_kernel
 from torchtitan_like.models.layers.local_attention import local_core, local_masks
 from torchtitan_like.models.layers.moe import Experts, MoE, Router
@@ -49,11 +48,17 @@ class Transformer(Decoder):
 
 
 def _build_attention(args: DenseArgs, rotary: RotaryEmbedding, core: Core) -> Attention:
-    sizes = (args.dim, args.n_heads, args.num_kv_heads, args.head_dim)
-    biases = {"qkv_bias": args.has_qkv_bias, "output_bias": args.attention_bias}
-    if args.has_qk_norm:
-        return NormedAttention(*sizes, rotary, core, args.norm_eps, **biases)
-    return Attention(*sizes, rotary, core, **biases)
+    return Attention(
+        args.dim,
+        args.n_heads,
+        args.num_kv_heads,
+        args.head_dim,
+        rotary,
+        core,
+        qkv_bias=args.has_qkv_bias,
+        output_bias=args.attention_bias,
+        qk_norm_eps=args.norm_eps if args.has_qk_norm else None,
+    )
 
 
 def _build_moe(args: Qwen3Args) -> MoE:

@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchtitan_like.models.attention_rules import MASK_TYPES
-from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.argument_rules import (
+    check_balance,
+    check_base,
+    check_divisor,
+    check_even,
+    check_local_attention,
+    check_positive,
+    check_ranges,
+)
 from torchtitan_like.models.cost import (
     LayerCost,
     ModelCost,
@@ -15,17 +22,7 @@ from torchtitan_like.models.cost import (
     feed_forward_params,
 )
 from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.size_rules import (
-    check_base,
-    check_divisor,
-    check_even,
-    check_positive,
-    check_ranges,
-)
 from torchtitan_like.models.spec import InitRule
-
-# Kernels that can compute a window and a sink.
-ATTENTION_TYPES = ("sdpa", "flex")
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class GptOssArgs:
     num_experts, top_k: number of experts in each block, and number that process each token.
     moe_inter_dim: width of each expert.
     swiglu_limit: experts clamp their hidden units to this size.
-    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
+    load_balance, load_balance_coeff, router_z_coeff: see `layers.balance.Balance`.
     max_seq_len: rows of the rotary tables, in tokens.
     rope_factor: length of the context relative to original_seq_len (YaRN, arXiv:2309.00071), for
         any training.seq_len; 1 switches YaRN off.
@@ -90,12 +87,7 @@ def check(args: GptOssArgs) -> list[str]:
     positive = ("dim", "n_layers", "n_heads", "n_kv_heads", "head_dim", "vocab_size", "norm_eps", "sliding_window_size",
                 "num_experts", "moe_inter_dim", "swiglu_limit", "max_seq_len", "original_seq_len", "beta_slow",
                 "init_std")  # fmt: skip
-    problems = [
-        f"{key} = {getattr(args, key)!r}: expected one of {', '.join(values)}; remove it to use "
-        "the flavor's"
-        for key, values in (("attn_type", ATTENTION_TYPES), ("attn_mask_type", MASK_TYPES))
-        if getattr(args, key) not in values
-    ]
+    problems = check_local_attention(args)
     problems += check_balance(
         args.load_balance, args.load_balance_coeff, args.router_z_coeff, args.num_experts
     )

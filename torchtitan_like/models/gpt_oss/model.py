@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torchtitan_like.models.balance_rules import Balance
 from torchtitan_like.models.gpt_oss.flavors import GptOssArgs
+from torchtitan_like.models.layers.balance import Balance
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.kernels import attention_kernel
+from torchtitan_like.models.layers.local_attention import SinkAttention, local_core, local_masks
 from torchtitan_like.models.layers.moe import BiasedExperts, MoE, Router
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, Yarn
-from torchtitan_like.models.layers.sink_attention import SinkAttention, sink_core, sink_masks
 
 
 class Transformer(Decoder):
@@ -19,7 +19,7 @@ class Transformer(Decoder):
         kernel = attention_kernel(args.attn_type)
         # Layers of a kind share a function, so that they share a compilation.
         cores = {
-            window: sink_core(kernel, args.head_dim, window)
+            window: local_core(kernel, window=window, sink_index=args.head_dim)
             for window in {args.window(layer) for layer in range(args.n_layers)}
         }
 
@@ -36,7 +36,9 @@ class Transformer(Decoder):
 
         super().__init__(args, build_block)
         if self.attention_mask is not None:
-            self.attention_mask = sink_masks(kernel.mask, args.sliding_window_size)
+            self.attention_mask = local_masks(
+                kernel.mask, window=args.sliding_window_size, has_sink=True
+            )
 
 
 def _build_rotary(args: GptOssArgs) -> RotaryEmbedding:

@@ -19,6 +19,8 @@ class Attention(nn.Module):
     plainly causal.
 
     qkv_bias, output_bias: add a bias to queries, keys, and values; to the output.
+    qk_norm_eps: epsilon of norms of each head's queries and keys, before their rotation
+        (arXiv:2302.05442); None: no norms.
     """
 
     core: Core
@@ -34,6 +36,7 @@ class Attention(nn.Module):
         *,
         qkv_bias: bool = False,
         output_bias: bool = False,
+        qk_norm_eps: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
@@ -41,6 +44,8 @@ class Attention(nn.Module):
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=qkv_bias)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=output_bias)
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, qk_norm_eps)
         self.rotary = rotary
         self.core = core
 
@@ -51,14 +56,17 @@ class Attention(nn.Module):
         q = self.wq(x).view(batch, seq, -1, self.head_dim)
         k = self.wk(x).view(batch, seq, -1, self.head_dim)
         v = self.wv(x).view(batch, seq, -1, self.head_dim)
-        return q, k, v
+        if self.q_norm is None or self.k_norm is None:
+            return q, k, v
+        return self.q_norm(q), self.k_norm(k), v
 
     def add_positions(
         self, q: Tensor, k: Tensor, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return queries and keys with position information, here by rotation."""
         cos, sin = self.rotary.tables(q.shape[1], positions)
-        return rotate(q, cos, sin), rotate(k, cos, sin)
+        pairs = self.rotary.pairs
+        return rotate(q, cos, sin, pairs), rotate(k, cos, sin, pairs)
 
     def forward(self, x: Tensor, positions: Tensor | None = None, mask: Any = None) -> Tensor:
         batch, seq, _ = x.shape
@@ -67,41 +75,3 @@ class Attention(nn.Module):
         y = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
         out: Tensor = self.wo(y.transpose(1, 2).reshape(batch, seq, -1))
         return out
-
-
-class NormedAttention(Attention):
-    """Attention that normalizes each head's queries and keys before it rotates them (arXiv:2302.05442).
-
-    norm_eps: epsilon of the norms. Other arguments: see `Attention`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        n_heads: int,
-        n_kv_heads: int,
-        head_dim: int,
-        rotary: RotaryEmbedding,
-        core: Core,
-        norm_eps: float,
-        *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-    ) -> None:
-        super().__init__(
-            dim,
-            n_heads,
-            n_kv_heads,
-            head_dim,
-            rotary,
-            core,
-            qkv_bias=qkv_bias,
-            output_bias=output_bias,
-        )
-        self.q_norm = RMSNorm(head_dim, norm_eps)
-        self.k_norm = RMSNorm(head_dim, norm_eps)
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return normed queries, normed keys, and values (batch, seq, heads, head_dim)."""
-        q, k, v = super().project(x)
-        return self.q_norm(q), self.k_norm(k), v

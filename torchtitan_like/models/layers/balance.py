@@ -6,11 +6,53 @@ with and without torch.compile.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Load-balancing settings of an MoE layer.
+
+    method:
+        "none": no balancing.
+        "bias": each expert has a bias that affects its selection but not its weight
+            (arXiv:2408.15664). After each step, the bias rises by `coeff` if the expert's load is
+            below the mean, and falls by `coeff` if it is above.
+        "sequence": an auxiliary loss over each sequence (arXiv:2412.19437, equations 17 to 20).
+        "global": the same loss with the loads of the whole global batch of the step before
+            (arXiv:2501.11873).
+    coeff: step size of the bias, or weight of the loss.
+    z_coeff: weight of the router z-loss, the mean of logsumexp(logits)^2 (arXiv:2202.08906).
+    sequence_coeff: with "bias", weight of an additional loss over each sequence; 0: no such loss.
+        DeepSeek-V3 was trained with coeff = 1e-3 and sequence_coeff = 1e-4.
+    """
+
+    method: str = "none"
+    coeff: float = 1e-3
+    z_coeff: float = 0.0
+    sequence_coeff: float = 0.0
+
+    @property
+    def has_sequence_loss(self) -> bool:
+        return self.method == "sequence" or self.sequence_coeff > 0
+
+    @property
+    def has_loss(self) -> bool:
+        """True if backward adds a balance loss, over sequences or the global batch."""
+        return self.method == "global" or self.has_sequence_loss
+
+    @property
+    def loss_coeff(self) -> float:
+        """Weight of the balance loss."""
+        return self.sequence_coeff if self.method == "bias" else self.coeff
+
+
+NO_BALANCE = Balance()
 
 
 class Sequence(Protocol):

@@ -1,4 +1,4 @@
-"""Decoder-only language model: embedding, pre-norm blocks, final norm, output head.
+"""Decoder-only language model: embedding, pre-norm blocks, feed-forward network, final norm, head.
 
 A family's `model.py` builds one of these from its own attention, feed-forward, and rotary modules.
 """
@@ -10,8 +10,8 @@ from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from torchtitan_like.models.layers.embedding import Embedding
 from torchtitan_like.models.layers.head import OutputHead
 from torchtitan_like.models.layers.kernels import Mask, attention_kernel
 from torchtitan_like.models.layers.moe import MoE
@@ -36,6 +36,34 @@ class DecoderArgs(Protocol):
     def attn_type(self) -> str: ...
     @property
     def attn_mask_type(self) -> str: ...
+
+
+class Embedding(nn.Embedding):
+    """(batch, seq) int64 token ids -> (batch, seq, dim).
+
+    The init table sets its weights. NOTE: torch's `reset_parameters` would draw a normal on the
+    meta device. That imports torch's compiler: 800 modules and one second of every start.
+    """
+
+    def reset_parameters(self) -> None:
+        """Leave the memory unchanged."""
+
+
+class FeedForward(nn.Module):
+    """SwiGLU (Shazeer 2020, arXiv:2002.05202): `w2(silu(w1 x) * w3 x)`, (batch, seq, dim) -> same.
+
+    has_bias: add a bias to all three products.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, *, has_bias: bool = False) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden_dim, bias=has_bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias=has_bias)
+        self.w3 = nn.Linear(dim, hidden_dim, bias=has_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return out
 
 
 class DecoderBlock(nn.Module):

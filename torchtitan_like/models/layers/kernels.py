@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchtitan_like.models.attention_rules import BACKENDS
+from torchtitan_like.models.argument_rules import BACKENDS
 from torchtitan_like.util.compile import compile_function
 
 # (q, k, v, mask) -> shape of q; (batch, heads, seq, head_dim) each. k and v may have fewer heads,
@@ -47,7 +47,7 @@ _selected = "auto"
 
 def select_backend(name: str) -> None:
     """Choose the backend of `scaled_dot_product_attention` in this process: "auto", or a name of
-    `attention_rules.BACKENDS`."""
+    `argument_rules.BACKENDS`."""
     global _selected
     _selected = name
 
@@ -63,7 +63,7 @@ def _backends(q: Tensor, k: Tensor, mask: Tensor | None) -> list[str]:
 
 
 class Kernel(NamedTuple):
-    """A kernel's functions. `attention_rules` checks before a run that the device supports it.
+    """A kernel's functions. `argument_rules` checks before a run that the device supports it.
 
     mask: a `Mask` with the keywords window, chunk, and has_sink; varlen has no such options.
     """

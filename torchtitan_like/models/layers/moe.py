@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from torchtitan_like.models.balance_rules import NO_BALANCE, Balance
 from torchtitan_like.models.layers.balance import (
+    NO_BALANCE,
     WHOLE_SEQUENCE,
+    Balance,
     Sequence,
     add_router_losses,
     count_in_backward,

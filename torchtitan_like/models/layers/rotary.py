@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from torchtitan_like.models.size_rules import yarn_scale
+from torchtitan_like.models.argument_rules import yarn_scale
 
 # Elements of a head that are rotated together: (i, i + head_dim / 2), or (2i, 2i + 1).
 Pairs = Literal["halves", "neighbors"]

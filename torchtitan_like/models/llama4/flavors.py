@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from torchtitan_like.models.attention_rules import MASK_TYPES
-from torchtitan_like.models.balance_rules import check_balance
+from torchtitan_like.models.argument_rules import (
+    check_balance,
+    check_base,
+    check_divisor,
+    check_local_attention,
+    check_positive,
+    check_ranges,
+)
 from torchtitan_like.models.cost import (
     LayerCost,
     ModelCost,
@@ -15,16 +21,7 @@ from torchtitan_like.models.cost import (
     feed_forward_params,
 )
 from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.size_rules import (
-    check_base,
-    check_divisor,
-    check_positive,
-    check_ranges,
-)
 from torchtitan_like.models.spec import InitRule
-
-# Kernels that can compute chunks.
-ATTENTION_TYPES = ("sdpa", "flex")
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Llama4Args:
         number of networks that process each token.
     interleave_moe_layer_step: each layer whose number (from 1) is a multiple of this has experts.
     num_experts, top_k: number of experts in such a layer, and number that process each token.
-    load_balance, load_balance_coeff, router_z_coeff: see `models.balance_rules.Balance`.
+    load_balance, load_balance_coeff, router_z_coeff: see `layers.balance.Balance`.
     every_n_layers_nope: layers whose number (from 1) is a multiple of this do not rotate queries and
         keys, and attend to the whole sequence. The other layers attend within chunks. 0: all layers
         rotate and attend to the whole sequence.
@@ -172,12 +169,7 @@ def check(args: Llama4Args) -> list[str]:
     positive = ("dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "norm_eps", "num_experts",
                 "fixed_attn_block_size", "floor_scale", "max_seq_len", "rope_scaling_factor",
                 "rope_low_freq_factor", "rope_original_max_seq_len", "init_std")  # fmt: skip
-    problems = [
-        f"{key} = {getattr(args, key)!r}: expected one of {', '.join(values)}; remove it to use "
-        "the flavor's"
-        for key, values in (("attn_type", ATTENTION_TYPES), ("attn_mask_type", MASK_TYPES))
-        if getattr(args, key) not in values
-    ]
+    problems = check_local_attention(args)
     problems += check_balance(
         args.load_balance, args.load_balance_coeff, args.router_z_coeff, args.num_experts
     )

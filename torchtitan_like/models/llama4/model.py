@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from torchtitan_like.models.balance_rules import Balance
 from torchtitan_like.models.layers.attention import Attention
-from torchtitan_like.models.layers.chunked_attention import (
-    RotatedAttention,
-    Temperature,
-    UnrotatedAttention,
-)
-from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
-from torchtitan_like.models.layers.feed_forward import FeedForward
+from torchtitan_like.models.layers.balance import Balance
+from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock, FeedForward
 from torchtitan_like.models.layers.kernels import Core, attention_kernel
-from torchtitan_like.models.layers.local_attention import local_core, local_masks
+from torchtitan_like.models.layers.local_attention import (
+    RotatedAttention,
+    UnrotatedAttention,
+    local_core,
+    local_masks,
+)
 from torchtitan_like.models.layers.moe import InputWeightedExperts, MoE, Router
 from torchtitan_like.models.layers.rotary import Llama3, RotaryEmbedding
 from torchtitan_like.models.llama4.flavors import Llama4Args
@@ -49,14 +48,14 @@ class Transformer(Decoder):
 def _build_attention(
     args: Llama4Args, layer: int, rotary: RotaryEmbedding, core: Core
 ) -> Attention:
-    sizes = (args.dim, args.n_heads, args.num_kv_heads, args.head_dim)
-    if args.is_rotated(layer):
-        norm_eps = args.norm_eps if args.use_qk_norm else 0.0
-        return RotatedAttention(*sizes, rotary, core, norm_eps)
-    # At positions below floor_scale - 1, all factors are 1.
-    is_tuned = args.attn_scale > 0 and args.max_seq_len >= args.floor_scale
-    temperature = Temperature(args.attn_scale, args.floor_scale) if is_tuned else None
-    return UnrotatedAttention(*sizes, rotary, core, temperature)
+    arguments = (args.dim, args.n_heads, args.num_kv_heads, args.head_dim, rotary, core)
+    if not args.is_rotated(layer):
+        # At positions below floor_scale - 1, all factors are 1.
+        attn_scale = args.attn_scale if args.max_seq_len >= args.floor_scale else 0.0
+        return UnrotatedAttention(*arguments, attn_scale=attn_scale, floor_scale=args.floor_scale)
+    if args.use_qk_norm:
+        return RotatedAttention(*arguments, norm_eps=args.norm_eps)
+    return Attention(*arguments)
 
 
 def _build_moe(args: Llama4Args) -> MoE:
