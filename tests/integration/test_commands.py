@@ -307,7 +307,6 @@ CHECKS = {
     "titan slurm ": lambda words: parse_titan(words[1:]),
     "scripts/fio_scan.sh ": lambda words: check_job(words),
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
-    "torchrun --nproc_per_node=2 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
     "python -m torchtitan_like.distributed.lighthouse ": lambda words: check_program(words[1:]),
     "python scripts/ckpt_interval.py ": lambda words: check_program(words[1:]),
