@@ -17,6 +17,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from torchtitan_like.util.exit_codes import RANK_SIGNALS, SIGNAL_CODES, ExitCode
+from torchtitan_like.util.locks import is_running, run_lock
 from torchtitan_like.util.output import open_closed_streams
 
 if TYPE_CHECKING:
@@ -59,16 +60,8 @@ def die_with_launcher(signum: signal.Signals) -> None:
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
     # The launcher may have died before the line above. The parent process may be a wrapper.
-    if launcher > 0 and os.getppid() != launcher and not _is_running(launcher):
+    if launcher > 0 and os.getppid() != launcher and not is_running(launcher):
         os.kill(os.getpid(), signum)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
-    return state not in "ZX"
 
 
 def begin_rank(argv: list[str]) -> CommandLine:
@@ -100,7 +93,6 @@ def begin_rank(argv: list[str]) -> CommandLine:
 
 def _clear_exit(command_line: CommandLine) -> None:
     """Remove exit.json of an earlier attempt. From here on, a signal writes a new one."""
-    from torchtitan_like.checkpoint.lock import RunLock
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
     from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
@@ -115,7 +107,7 @@ def _clear_exit(command_line: CommandLine) -> None:
             return
         config = error.partial
     folder = Path(config.job.dump_folder)
-    if RunLock(folder / config.checkpoint.folder).local_holder() is not None:
+    if run_lock(folder / config.checkpoint.folder).local_holder() is not None:
         return  # exit.json belongs to that run
     with suppress(OSError):
         (folder / EXIT).unlink(missing_ok=True)

@@ -18,7 +18,6 @@ from torchtitan_like.build import attach, build_checkpointer
 from torchtitan_like.check import DeviceType, load_checked
 from torchtitan_like.check.offload_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
-from torchtitan_like.checkpoint.errors import LockedError
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.handover import check_agreement
@@ -42,6 +41,7 @@ from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import StorageError, WriteFailures
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.locks import LockedError
 from torchtitan_like.util.modules import load_tool
 from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import (

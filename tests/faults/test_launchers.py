@@ -29,8 +29,8 @@ from tests.harness.runner import (
     trainer_command,
     trainer_environment,
 )
-from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.locks import run_lock
 from torchtitan_like.util.run_directory import read_errors
 
 
@@ -247,7 +247,7 @@ def test_second_start_does_not_change_the_files_of_a_running_run(tmp_path: Path)
     The test process acts as the running run.
     """
     folder = tmp_path / "outputs"
-    lock = RunLock(folder / "checkpoint")
+    lock = run_lock(folder / "checkpoint")
     lock.acquire()
     # The running run is about to end.
     (folder / "exit.json").write_text('{"reason": "done", "code": 0, "step": 8}')

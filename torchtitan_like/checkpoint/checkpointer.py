@@ -23,12 +23,10 @@ import torch
 from torchtitan_like.checkpoint.errors import (
     CheckpointError,
     DamagedError,
-    LockedError,
     with_checkpoint_errors,
 )
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states, load_stored_weights
-from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.saving import (
     CheckpointThread,
     HostCopy,
@@ -52,6 +50,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.checkpoint.stored_weights import EMA_KEY
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.locks import FileLock, LockedError, run_lock
 from torchtitan_like.util.run_directory import PIN, step_name
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ class Checkpointer:
         self._searches: list[Future[Any]] = []
         self._host_copy = HostCopy(pinned=section.async_mode == "async_with_pinned_mem")
         self._group = with_checkpoint_errors(group)
-        self._lock: RunLock | None = None
+        self._lock: FileLock | None = None
         self._retention: Retention | None = None
         if not section.enable:
             return
@@ -101,7 +100,7 @@ class Checkpointer:
         run_id: str = self._thread.run(lambda: group.broadcast_object(uuid.uuid4().hex[:8]))
         if self._group.rank == 0:
             # Also with `load_only`: one run at a time writes metrics and logs next to the folder.
-            self._lock = RunLock(self.folder)
+            self._lock = run_lock(self.folder)
         if self._group.rank == 0 and self.saves:
             self._retention = Retention(
                 self.folder, keep_latest_k=section.keep_latest_k, keep_every=section.keep_every

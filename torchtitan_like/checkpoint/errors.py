@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import describe_os_error
+from torchtitan_like.util.locks import LockedError
 
 if TYPE_CHECKING:  # these import torch, and `titan ckpt ls` needs only the classes
     from torch.distributed.checkpoint.api import CheckpointException
@@ -36,11 +37,7 @@ class DamagedError(CheckpointError):
     """A published checkpoint has missing or changed bytes. An earlier step may still be usable."""
 
 
-class LockedError(CheckpointError):
-    """Another process that is alive holds the lock."""
-
-
-# Subclasses of CheckpointError that keep their class on all ranks. Others become CheckpointError.
+# Errors that keep their class on all ranks. Others become CheckpointError.
 PRESERVED_CLASSES = (DamagedError, LockedError, SettingsError)
 
 
@@ -61,11 +58,12 @@ class _CheckpointErrors:
         """Call `action` on one rank. Raises CheckpointError, or one of PRESERVED_CLASSES."""
         from torch.distributed.checkpoint.api import CheckpointException
 
+        problem: RunFailure
         try:
             return action()
         except CheckpointException as error:  # a BaseException, which already names the ranks
             problem = unwrap(error)
-        except CheckpointError as error:
+        except RunFailure as error:
             problem = _error_class(error)(str(error))
         except OSError as error:
             problem = CheckpointError(f"rank {rank}: {describe_os_error(error)}")
@@ -78,7 +76,7 @@ class _CheckpointErrors:
         finally:
             del problem
 
-    def merge(self, errors: list[Exception]) -> CheckpointError:
+    def merge(self, errors: list[Exception]) -> RunFailure:
         """Return one error with every message. It has the class that all errors have, if any."""
         messages = dict.fromkeys(map(str, errors))  # DCP raises the same message on every rank
         classes = {_error_class(error) for error in errors}
@@ -86,7 +84,7 @@ class _CheckpointErrors:
         return error_class("; ".join(messages))
 
 
-def _error_class(error: BaseException) -> type[CheckpointError]:
+def _error_class(error: BaseException) -> type[RunFailure]:
     return next((cls for cls in PRESERVED_CLASSES if isinstance(error, cls)), CheckpointError)
 
 

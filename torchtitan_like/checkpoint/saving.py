@@ -43,9 +43,9 @@ from torchtitan_like.util.run_directory import CONFIG, step_name
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.lock import RunLock
     from torchtitan_like.checkpoint.step_folders import Retention
     from torchtitan_like.config.sections_checkpoint import Checkpoint
+    from torchtitan_like.util.locks import FileLock
 
 T = TypeVar("T")
 logger = logging.getLogger()
@@ -95,7 +95,7 @@ class StepWriter:
         group: HostGroup,
         identity: Identity,
         run_id: str,
-        lock: RunLock | None,
+        lock: FileLock | None,
         retention: Retention | None,
     ) -> None:
         self.on_published: OnPublished = lambda *_: None

@@ -12,8 +12,8 @@ import uuid
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.lock import FileLock
 from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
+from torchtitan_like.util.locks import FileLock
 
 STAGED = ".partial-"  # followed by eight random hexadecimal digits
 
@@ -64,7 +64,7 @@ class StagedOutput:
     def publish(self, manifest: Manifest | None = None) -> None:
         """Write the manifest, if given, and rename the staged output to its final name.
 
-        All other files must be written and verified. Raises CheckpointError if this process has
+        All other files must be written and verified. Raises LockLostError if this process has
         lost the lock.
         """
         self._lock.check()

@@ -165,7 +165,7 @@ def run_checked(
 ) -> int:
     """Call `action` and return its code. Print expected errors, and return `WRONG_INPUT`.
 
-    others: expected errors next to those of files, configurations, data and checkpoints.
+    others: expected errors in addition to OSError and `RunFailure`.
     damage_code: returned for a damaged checkpoint instead.
     is_leader: False on ranks that print nothing, because another rank prints the same error.
     """
@@ -173,11 +173,10 @@ def run_checked(
     try:
         return action()
     except Exception as error:
-        from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-        from torchtitan_like.config import ConfigError
-        from torchtitan_like.data.errors import DataError
+        from torchtitan_like.checkpoint.errors import DamagedError
+        from torchtitan_like.util.exit_codes import RunFailure
 
-        if not isinstance(error, (CheckpointError, ConfigError, DataError, OSError, *others)):
+        if not isinstance(error, (RunFailure, OSError, *others)):
             raise
         if is_leader:
             show_problem(error)

@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-from torchtitan_like.util.file_lock import file_lock
+from torchtitan_like.util.locks import file_lock
 
 
 def printflock(*values: Any, **options: Any) -> None:

@@ -11,11 +11,11 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.util.exit_codes import CRASH, KILLED, RANK_SIGNALS, SIGNAL_CODES, ExitCode
 from torchtitan_like.util.files import describe_os_error
+from torchtitan_like.util.locks import run_lock
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
@@ -66,7 +66,7 @@ def prepare_run_folder(config: JobConfig, num_nodes: int) -> Path:
     With several machines, this one may be about to join that run: then exit.json is kept.
     """
     folder = Path(config.job.dump_folder)
-    refusal = RunLock(folder / config.checkpoint.folder).local_holder()
+    refusal = run_lock(folder / config.checkpoint.folder).local_holder()
     if refusal is not None and num_nodes == 1:
         raise LaunchError(str(refusal), ExitCode.STORAGE)
     try:

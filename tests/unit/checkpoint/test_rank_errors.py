@@ -11,10 +11,11 @@ import pytest
 from torchtitan_like.checkpoint.errors import (
     CheckpointError,
     DamagedError,
-    LockedError,
     with_checkpoint_errors,
 )
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.exit_codes import RunFailure
+from torchtitan_like.util.locks import LockedError
 
 DAMAGE = DamagedError("a flipped bit")
 UNREADABLE = CheckpointError("rank 1: OSError: not there")
@@ -44,11 +45,11 @@ def test_only_damage_on_all_failed_ranks_is_damage(
 
 @pytest.mark.parametrize("kind", [DamagedError, LockedError, CheckpointError])
 @pytest.mark.parametrize("method", ["run_on_all", "run_on_leader"])
-def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[CheckpointError]) -> None:
+def test_every_rank_raises_the_class_of_the_error(method: str, kind: type[RunFailure]) -> None:
     def act() -> None:
         raise kind("the reason")
 
-    with pytest.raises(CheckpointError, match="the reason") as caught:
+    with pytest.raises(RunFailure, match="the reason") as caught:
         getattr(with_checkpoint_errors(HostGroup.alone()), method)(act)
     assert type(caught.value) is kind
 

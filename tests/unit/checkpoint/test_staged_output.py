@@ -13,12 +13,12 @@ from tests.unit.checkpoint.folders import flip_bit
 from torchtitan_like.checkpoint.errors import (
     CheckpointError,
     DamagedError,
-    LockedError,
     with_checkpoint_errors,
 )
 from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput
 from torchtitan_like.checkpoint.verification import verify_together
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.locks import LockedError, LockLostError
 from torchtitan_like.util.run_directory import MANIFEST
 
 
@@ -88,7 +88,7 @@ def test_an_existing_output_is_never_replaced(tmp_path: Path, present: str) -> N
 def test_a_writer_that_lost_its_lock_publishes_nothing(tmp_path: Path) -> None:
     lock = tmp_path / "model.lock"
     with (
-        pytest.raises(CheckpointError, match="was taken from this process"),
+        pytest.raises(LockLostError, match="was taken from this process"),
         StagedOutput(tmp_path / "model") as output,
     ):
         output.path.mkdir()

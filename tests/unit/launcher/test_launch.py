@@ -19,7 +19,6 @@ import pytest
 from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
-from torchtitan_like.checkpoint.lock import RunLock
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import load_config
 from torchtitan_like.launcher import local_devices
@@ -28,6 +27,7 @@ from torchtitan_like.launcher.local_devices import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
 from torchtitan_like.launcher.outcome import prepare_run_folder
 from torchtitan_like.util.bundle import TRAIN_CONFIGS
+from torchtitan_like.util.locks import run_lock
 
 DEBUG_MODEL = TRAIN_CONFIGS / "debug_model.toml"
 # A fake PYTHON. It logs its arguments and environment, and replaces the ranks.
@@ -944,7 +944,7 @@ def test_a_second_start_keeps_the_exit_json_of_an_active_run(shell: Shell) -> No
     steps, end = shell.folder / "outputs/checkpoint", shell.folder / "outputs/exit.json"
     # The active run has written exit.json and is deleting old steps.
     end.write_text('{"reason": "done", "code": 0, "step": 9}')
-    lock = RunLock(steps)
+    lock = run_lock(steps)
     lock.acquire()
     try:
         result = shell()
@@ -957,7 +957,7 @@ def test_a_second_start_keeps_the_exit_json_of_an_active_run(shell: Shell) -> No
 
 def test_a_machine_may_join_an_active_run(shell: Shell) -> None:
     """The ranks themselves detect another run on this machine."""
-    lock = RunLock(shell.folder / "outputs/checkpoint")
+    lock = run_lock(shell.folder / "outputs/checkpoint")
     lock.acquire()
     try:
         assert shell(NNODES="1:2", MASTER_ADDR="n1").returncode == 0

@@ -32,8 +32,8 @@ import xxhash
 
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import DAMAGE_ERRORS, is_compressed, open_bytes
-from torchtitan_like.util.file_lock import file_lock
 from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.locks import file_lock
 
 logger = logging.getLogger()
 

@@ -25,7 +25,7 @@ from torchtitan_like.data.tokens.token_cache import (
     entry_of,
 )
 from torchtitan_like.data.tokens.token_file import META, TokenFile, open_token_file
-from torchtitan_like.util.file_lock import file_lock
+from torchtitan_like.util.locks import file_lock
 
 
 def join_inputs(

@@ -54,7 +54,7 @@ from torchtitan_like.data.tokens.token_file import (
     open_token_file,
     token_type,
 )
-from torchtitan_like.util.file_lock import LockWaitStopped, file_lock
+from torchtitan_like.util.locks import LockWaitStopped, file_lock
 
 logger = logging.getLogger()
 

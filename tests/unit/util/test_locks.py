@@ -14,15 +14,14 @@ from typing import Any
 
 import pytest
 
-from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.lock import RunLock
+from torchtitan_like.util.locks import FileLock, LockedError, LockLostError, run_lock
 from torchtitan_like.util.run_directory import LOCK
 
 HOLDER_PROGRAM = """
 import sys, time
 from pathlib import Path
-from torchtitan_like.checkpoint.lock import RunLock
-RunLock(Path(sys.argv[1])).acquire()
+from torchtitan_like.util.locks import run_lock
+run_lock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 time.sleep(600)
 """
@@ -47,10 +46,10 @@ def write_remote_lock(folder: Path, **changes: Any) -> Path:
     return folder / LOCK
 
 
-def is_held(lock: RunLock) -> bool:
+def is_held(lock: FileLock) -> bool:
     try:
         lock.check()
-    except CheckpointError:
+    except LockLostError:
         return False
     return True
 
@@ -63,7 +62,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def test_a_lock_is_held_until_released(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path / "new", sleep=never)
+    lock = run_lock(tmp_path / "new", sleep=never)
     lock.acquire()
     lock.check()
     lock.release()
@@ -75,21 +74,21 @@ def test_a_second_run_is_refused_with_the_name_of_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    first = RunLock(tmp_path, sleep=never)
+    first = run_lock(tmp_path, sleep=never)
     first.acquire()
     with pytest.raises(
-        CheckpointError, match=rf"alive: process {os.getpid()} on \S+, job 4711, last seen 20"
+        LockedError, match=rf"alive: process {os.getpid()} on \S+, job 4711, last seen 20"
     ):
-        RunLock(tmp_path, sleep=never).acquire()
+        run_lock(tmp_path, sleep=never).acquire()
     assert is_held(first)
     first.release()
-    second = RunLock(tmp_path, sleep=never)
+    second = run_lock(tmp_path, sleep=never)
     second.acquire()
     second.release()
 
 
 def test_a_live_local_holder_is_detected_without_waiting(tmp_path: Path) -> None:
-    first, second = RunLock(tmp_path, sleep=never), RunLock(tmp_path, sleep=never)
+    first, second = run_lock(tmp_path, sleep=never), run_lock(tmp_path, sleep=never)
     assert second.local_holder() is None
     first.acquire()
     message = second.local_holder()
@@ -106,10 +105,10 @@ def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: 
         [sys.executable, "-c", HOLDER_PROGRAM, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    with pytest.raises(CheckpointError, match=f"process {process.pid} on"):
-        RunLock(tmp_path, sleep=never).acquire()
+    with pytest.raises(LockedError, match=f"process {process.pid} on"):
+        run_lock(tmp_path, sleep=never).acquire()
     process.kill()
-    lock = RunLock(tmp_path, sleep=never)
+    lock = run_lock(tmp_path, sleep=never)
     wait_until(lambda: "Z" in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2])
     lock.acquire()  # the process is a zombie: its parent has not waited for it
     assert is_held(lock)
@@ -119,7 +118,7 @@ def test_the_lock_of_a_killed_local_process_is_taken_over_immediately(tmp_path: 
 
 
 def test_a_reused_pid_does_not_hold_the_lock(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, sleep=never)
+    lock = run_lock(tmp_path, sleep=never)
     write_remote_lock(tmp_path, machine=lock._content["machine"], pid=os.getpid(), started="1")
     lock.acquire()
     assert is_held(lock)
@@ -131,7 +130,7 @@ def test_the_lock_of_a_silent_remote_process_is_taken_over_after_a_wait(
 ) -> None:
     write_remote_lock(tmp_path)
     waits: list[float] = []
-    lock = RunLock(tmp_path, interval=10, patience=35, sleep=waits.append)
+    lock = run_lock(tmp_path, interval=10, patience=35, sleep=waits.append)
     lock.acquire()
     assert 35 <= sum(waits) < 40
     assert is_held(lock)
@@ -148,10 +147,8 @@ def test_the_lock_of_a_remote_process_with_a_heartbeat_is_respected(tmp_path: Pa
         if sum(waits) > 30:
             write_remote_lock(tmp_path, beat=4)
 
-    with pytest.raises(
-        CheckpointError, match="belongs to a run that is alive: process 1 on node-7"
-    ):
-        RunLock(tmp_path, interval=10, patience=35, sleep=sleep).acquire()
+    with pytest.raises(LockedError, match="belongs to a run that is alive: process 1 on node-7"):
+        run_lock(tmp_path, interval=10, patience=35, sleep=sleep).acquire()
     assert json.loads((tmp_path / LOCK).read_text())["token"] == "remote"
 
 
@@ -163,7 +160,7 @@ def test_the_lock_of_a_remote_process_that_ends_is_taken_over(tmp_path: Path) ->
         waits.append(seconds)
         file.unlink()
 
-    lock = RunLock(tmp_path, sleep=sleep)
+    lock = run_lock(tmp_path, sleep=sleep)
     lock.acquire()
     assert is_held(lock) and len(waits) == 1
     lock.release()
@@ -173,7 +170,7 @@ def test_an_empty_lock_is_taken_over_after_a_wait(tmp_path: Path) -> None:
     """Its holder may be writing it, or may have died while writing."""
     (tmp_path / LOCK).touch()
     waits: list[float] = []
-    lock = RunLock(tmp_path, sleep=waits.append)
+    lock = run_lock(tmp_path, sleep=waits.append)
     lock.acquire()
     assert sum(waits) >= 35 and is_held(lock)
     lock.release()
@@ -198,7 +195,7 @@ def test_a_malformed_local_lock_is_taken_over_after_a_wait(
 ) -> None:
     """A process with such an id is not alive, although signal 0 to pid 0 or -1 always succeeds."""
     waits: list[float] = []
-    lock = RunLock(tmp_path, sleep=waits.append)
+    lock = run_lock(tmp_path, sleep=waits.append)
     write_remote_lock(tmp_path, machine=lock._content["machine"], **holder)
     lock.acquire()
     assert sum(waits) >= 35 and is_held(lock)
@@ -214,7 +211,7 @@ def test_the_wait_for_an_unreadable_lock_is_split_into_short_calls(
     """Other ranks wait for each call, so every call must be shorter than their timeout."""
     (tmp_path / LOCK).write_bytes(content)
     waits: list[float] = []
-    lock = RunLock(tmp_path, sleep=waits.append)
+    lock = run_lock(tmp_path, sleep=waits.append)
     longest = 0.0
     while not lock.try_acquire():
         longest = max(longest, sum(waits))
@@ -225,14 +222,14 @@ def test_the_wait_for_an_unreadable_lock_is_split_into_short_calls(
 
 def test_only_one_of_several_waiting_processes_gets_the_lock(tmp_path: Path) -> None:
     write_remote_lock(tmp_path)
-    locks = [RunLock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]
+    locks = [run_lock(tmp_path, interval=0.04, patience=0.1) for _ in range(4)]
     outcomes: list[str] = []
 
-    def acquire(lock: RunLock) -> None:
+    def acquire(lock: FileLock) -> None:
         try:
             lock.acquire()
             outcomes.append("held")
-        except CheckpointError as error:
+        except LockedError as error:
             assert "belongs to a run that is alive" in str(error)
             outcomes.append("refused")
 
@@ -249,7 +246,7 @@ def test_only_one_of_several_waiting_processes_gets_the_lock(tmp_path: Path) -> 
 
 
 def test_the_heartbeat_changes_the_file_until_the_release(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, interval=0.01)
+    lock = run_lock(tmp_path, interval=0.01)
     lock.acquire()
     wait_until(lambda: json.loads((tmp_path / LOCK).read_text())["beat"] >= 3)
     lock.check()
@@ -258,14 +255,14 @@ def test_the_heartbeat_changes_the_file_until_the_release(tmp_path: Path) -> Non
 
 
 def test_a_lost_lock_is_detected_and_left_to_its_new_holder(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path, interval=0.01)
+    lock = run_lock(tmp_path, interval=0.01)
     lock.acquire()
     other = write_remote_lock(tmp_path)
     thread = lock._thread
     assert thread is not None
     thread.join(60)  # the heartbeat thread stops, and must not overwrite the new holder's lock
     with pytest.raises(
-        CheckpointError, match="was taken from this run .*: process 1 on node-7, job 812"
+        LockLostError, match="was taken from this run .*: process 1 on node-7, job 812"
     ):
         lock.check()
     lock.release()
@@ -273,16 +270,16 @@ def test_a_lost_lock_is_detected_and_left_to_its_new_holder(tmp_path: Path) -> N
 
 
 def test_a_removed_lock_is_detected(tmp_path: Path) -> None:
-    lock = RunLock(tmp_path)
+    lock = run_lock(tmp_path)
     lock.acquire()
     (tmp_path / LOCK).unlink()
-    with pytest.raises(CheckpointError, match="it is gone"):
+    with pytest.raises(LockLostError, match="it is gone"):
         lock.check()
     lock.release()
 
 
 def test_a_lock_that_cannot_be_removed_causes_only_a_warning(tmp_path: Path, caplog: Any) -> None:
-    lock = RunLock(tmp_path)
+    lock = run_lock(tmp_path)
     lock.acquire()
     (tmp_path / LOCK).unlink()
     (tmp_path / LOCK).mkdir()  # reading it is an OSError

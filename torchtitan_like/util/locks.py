@@ -1,7 +1,17 @@
-"""Lock files for one writer of a folder or file, identified by host, process, and heartbeat."""
+"""Locks that admit one writer of a folder or file.
+
+`FileLock` and `run_lock` are for work that no other process waits for: a second run or command is
+refused, with the name of the first. They work on any file system, by a heartbeat. If the holder
+dies, a process of its machine takes over at once, and one of another machine after a wait.
+
+`file_lock` (flock) is for short work, and for builds for which other processes wait. The kernel
+releases it when the holder ends. It cannot replace `FileLock`: many clusters have no flock between
+nodes, a process that the holder has forked keeps it, and a refused process cannot name the holder.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -9,17 +19,32 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from torchtitan_like.checkpoint.errors import CheckpointError, LockedError
+from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.run_directory import LOCK
 
 logger = logging.getLogger()
 
+POLL_SECONDS = 1.0
+
 Holder = dict[str, Any]
+
+
+class LockedError(RunFailure):
+    """Another process that is alive holds the lock."""
+
+    exit_code = ExitCode.STORAGE
+
+
+class LockLostError(RunFailure):
+    """Another process has taken the lock, or a user has removed it."""
+
+    exit_code = ExitCode.STORAGE
 
 
 class FileLock:
@@ -128,7 +153,7 @@ class FileLock:
         return self._refusal(holder) if is_local and _is_alive(holder) else None
 
     def check(self) -> None:
-        """Raise CheckpointError if this process has lost the lock. Call it before publishing."""
+        """Raise LockLostError if this process has lost the lock. Call it before publishing."""
         for _ in range(5):
             text = self._read()
             if text is not None:
@@ -137,7 +162,7 @@ class FileLock:
         holder = _parse(text) if text is not None else {}
         if holder.get("token") != self._content["token"]:
             state = f"{_describe(holder)} holds it now" if holder else "it is gone"
-            raise CheckpointError(
+            raise LockLostError(
                 f"{self.path} was taken from this {self._holder} ({_describe(self._content)}): "
                 f"{state}. Expected to hold the lock. Writing has stopped, so that two writers do "
                 "not mix their files. Check why this process was stalled, or who removed the file"
@@ -156,19 +181,12 @@ class FileLock:
         except OSError as error:  # must not hide the outcome of the run
             logger.warning(f"{self.path} could not be removed: {error}")
 
-    def __enter__(self) -> FileLock:
-        self.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
     def _create(self) -> bool:
         try:
-            descriptor = os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+            file = self.path.open("x")
         except FileExistsError:
             return False
-        with os.fdopen(descriptor, "w") as file:
+        with file:
             json.dump(self._dated_content(), file)
             file.flush()
             os.fsync(file.fileno())
@@ -220,16 +238,16 @@ class FileLock:
         )
 
 
-class RunLock(FileLock):
-    """`run.lock`: the lock of a checkpoint folder. Only its holder may write there."""
+def run_lock(folder: Path, **waiting: Any) -> FileLock:
+    """Return `run.lock`, the lock of a checkpoint folder. Only its holder may write there.
 
-    def __init__(self, folder: Path, **waiting: Any) -> None:
-        """waiting: interval, patience, and sleep of `FileLock`."""
-        remedy = (
-            "Stop that run first, or choose another job.dump_folder. To start from one of these "
-            "steps there, set checkpoint.initial_load_path"
-        )
-        super().__init__(folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting)
+    waiting: interval, patience, and sleep of `FileLock`.
+    """
+    remedy = (
+        "Stop that run first, or choose another job.dump_folder. To start from one of these "
+        "steps there, set checkpoint.initial_load_path"
+    )
+    return FileLock(folder / LOCK, subject=str(folder), holder="run", remedy=remedy, **waiting)
 
 
 def _parse(text: str) -> Holder:
@@ -271,7 +289,12 @@ def _start_ticks(pid: int) -> str | None:
 
 
 def _is_alive(holder: Holder) -> bool:
-    pid = holder["pid"]
+    started = _start_ticks(holder["pid"])
+    return is_running(holder["pid"]) and started in (None, holder.get("started"))
+
+
+def is_running(pid: int) -> bool:
+    """Return True if a process of this machine exists and is not a zombie."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -279,9 +302,7 @@ def _is_alive(holder: Holder) -> bool:
     except PermissionError:
         pass
     fields = _stat(pid)
-    if fields is None:
-        return True
-    return fields[0] not in "ZX" and fields[19] == holder.get("started")
+    return fields is None or fields[0] not in "ZX"
 
 
 def _stat(pid: int) -> list[str] | None:
@@ -290,3 +311,48 @@ def _stat(pid: int) -> list[str] | None:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+
+
+# ---- flock
+
+
+class LockWaitStopped(Exception):
+    """The wait for a lock was stopped by another thread."""
+
+
+@contextmanager
+def file_lock(
+    stream: IO[Any] | int,
+    *,
+    wait: bool = True,
+    stop: threading.Event | None = None,
+    on_wait: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """Hold an exclusive lock on an open file, or on the folder of a file descriptor.
+
+    wait: False raises BlockingIOError if another process holds the lock. stop: an event that ends
+    the wait with LockWaitStopped. on_wait: called once before waiting. Raises OSError if the file
+    system has no locks.
+    """
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not wait:
+            raise
+        on_wait()
+        _wait(stream, stop)
+    try:
+        yield
+    finally:  # closing is not enough: a process forked since then has the file open too
+        fcntl.flock(stream, fcntl.LOCK_UN)
+
+
+def _wait(stream: IO[Any] | int, stop: threading.Event | None) -> None:
+    if stop is None:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+        return
+    while not stop.wait(POLL_SECONDS):
+        with suppress(BlockingIOError):
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+    raise LockWaitStopped
