@@ -12,7 +12,8 @@ import uuid
 from pathlib import Path
 
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.checkpoint.step_folders import Manifest, publish, write_manifest
+from torchtitan_like.checkpoint.step_folders import Manifest, write_manifest
+from torchtitan_like.util.files import publish
 from torchtitan_like.util.locks import FileLock
 
 STAGED = ".partial-"  # followed by eight random hexadecimal digits

@@ -1,4 +1,4 @@
-"""List, read, publish, rename, and delete the steps of a checkpoint folder. Only rank 0 calls it.
+"""List, read, rename, and delete the steps of a checkpoint folder. Only rank 0 calls this module.
 
 | name | content |
 | --- | --- |
@@ -30,7 +30,7 @@ import xxhash
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.verification import REMEDY, check_sizes
 from torchtitan_like.util.extents import EXTENT, FileRecord
-from torchtitan_like.util.files import sync_path, write_atomically
+from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.reading import INTEGER, TEXT, check_kinds, parse_json, read_text
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
 
@@ -304,18 +304,6 @@ def _damage(number: int, path: Path, manifest: Manifest) -> str | None:
             ) from error
         return str(error)
     return None
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Rename a complete staged step to its final name. Never overwrites a published step."""
-    if final.exists():
-        raise FileExistsError(
-            f"{final} exists already. Expected a new step, because a published checkpoint is never "
-            "overwritten: move it away"
-        )
-    os.rename(staged, final)
-    sync_path(final.parent)
-    sync_path(final.parent.parent)  # the folder itself may be new
 
 
 def supersede_later(folder: Path, step: int, run_id: str) -> list[Path]:

@@ -91,17 +91,32 @@ def write_atomically(
 def staged_path(path: Path) -> Iterator[Path]:
     """Yield a path next to `path`, for a file or folder that becomes `path` when the block ends.
 
-    If the block raises, the staged path is removed. Raises OSError.
+    If the block raises, the staged path is removed. Raises OSError, also if `path` exists.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_name(f".{path.name}.tmp-{os.getpid()}")
     try:
         yield staged
-        os.rename(staged, path)
+        publish(staged, path)
     finally:
         if staged.is_dir():
             shutil.rmtree(staged)
         staged.unlink(missing_ok=True)
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Rename a complete file or folder to its final name, and wait until the name is on disk.
+
+    The content must be on disk already. Raises OSError, also if `final` exists.
+    """
+    if os.path.lexists(final):
+        raise FileExistsError(
+            f"{final} exists already. Expected a new path, because a published file or folder is "
+            "never overwritten: move it away"
+        )
+    os.rename(staged, final)
+    sync_path(final.parent)
+    sync_path(final.parent.parent)  # the folder itself may be new
 
 
 def sync_path(path: Path) -> None:

@@ -16,7 +16,6 @@ from torchtitan_like.checkpoint.step_folders import (
     all_steps,
     file_records,
     numbered_folders,
-    publish,
     published_steps,
     read_manifest,
     remove_stale_stages,
@@ -24,6 +23,7 @@ from torchtitan_like.checkpoint.step_folders import (
     write_manifest,
 )
 from torchtitan_like.util.extents import FileRecord
+from torchtitan_like.util.files import publish
 from torchtitan_like.util.run_directory import MANIFEST
 
 
