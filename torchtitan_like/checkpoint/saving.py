@@ -33,20 +33,19 @@ import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
-from torchtitan_like.checkpoint.step_folders import write_manifest
+from torchtitan_like.checkpoint.step_folders import Retention, write_manifest
 from torchtitan_like.checkpoint.verification import check_sizes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.extents import FileRecord, write_file
 from torchtitan_like.util.files import publish
+from torchtitan_like.util.locks import FileLock
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import CONFIG, step_name
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:
-    from torchtitan_like.checkpoint.step_folders import Retention
     from torchtitan_like.config.sections_checkpoint import Checkpoint
-    from torchtitan_like.util.locks import FileLock
 
 T = TypeVar("T")
 logger = logging.getLogger()

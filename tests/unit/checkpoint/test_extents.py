@@ -12,7 +12,7 @@ import xxhash
 from tests.harness.extents import record_file, verify_file
 from torchtitan_like.checkpoint.errors import DamagedError
 from torchtitan_like.checkpoint.verification import ExtentSource, check_sizes, find_damage
-from torchtitan_like.util.extents import EXTENT, ExtentSink, FileRecord
+from torchtitan_like.util.extents import EXTENT, ExtentSink, FileRecord, HashedStream
 
 
 def write(path: Path, content: bytes, step: int = 2**20 - 1) -> FileRecord:
@@ -162,3 +162,21 @@ def test_the_error_of_a_failed_write_names_the_file(tmp_path: Path, content: byt
             write(tmp_path / "file", content)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+
+def test_a_stream_of_other_extents_continues_an_incomplete_one(tmp_path: Path) -> None:
+    """Token caches have small extents, and a build continues after a kill."""
+    content = os.urandom(5 * 1024 + 100)
+    digests = []
+    with open(tmp_path / "file", "wb") as file:
+        stream = HashedStream(file, 1024, xxhash.xxh3_64)
+        stream.write(content[:1500])
+        assert stream.tail_digest() == xxhash.xxh3_64_digest(content[1024:1500])
+        digests += stream.take_digests()
+        stream = HashedStream(file, 1024, xxhash.xxh3_64, tail=content[1024:1500])
+        for start in range(1500, len(content), 777):
+            stream.write(content[start : start + 777])
+        digests += stream.finish()
+    starts = range(0, len(content), 1024)
+    assert digests == [xxhash.xxh3_64_digest(content[start : start + 1024]) for start in starts]
+    assert (tmp_path / "file").read_bytes() == content

@@ -213,16 +213,6 @@ def test_steps_are_sorted_by_number(tmp_path: Path) -> None:
     assert [number for number, _ in numbered_folders(tmp_path)] == [3, 20, 100]
 
 
-def test_a_published_step_is_never_overwritten(tmp_path: Path) -> None:
-    make_steps(tmp_path, "5")
-    staged = tmp_path / "step-5.tmp-x"
-    staged.mkdir()
-    with pytest.raises(FileExistsError, match="never overwritten"):
-        publish(staged, tmp_path / "step-5")
-    publish(staged, tmp_path / "step-6")
-    assert (tmp_path / "step-6").is_dir() and not staged.exists()
-
-
 def test_a_step_is_renamed_only_after_its_files_are_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

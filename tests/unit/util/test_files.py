@@ -19,6 +19,7 @@ from torchtitan_like.util.files import (
     StorageError,
     WriteFailures,
     atomic_file,
+    publish,
     storage_error,
     write_atomically,
 )
@@ -249,3 +250,19 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         write_atomically(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("present", ["file", "folder", "dangling link"])
+def test_a_published_path_is_never_overwritten(tmp_path: Path, present: str) -> None:
+    staged, final = tmp_path / "staged", tmp_path / "final"
+    staged.mkdir()
+    if present == "file":
+        final.touch()
+    elif present == "folder":
+        final.mkdir()  # rename(2) would replace an empty one
+    else:
+        final.symlink_to(tmp_path / "nowhere")
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        publish(staged, final)
+    publish(staged, tmp_path / "new")
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "new"}
