@@ -250,8 +250,7 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
 
-    from torchtitan_like.checkpoint.dcp_storage import ExtentReader, load_planned
-    from torchtitan_like.checkpoint.unpickle import CheckedPlanner
+    from torchtitan_like.checkpoint.dcp_source import StepSource
     from torchtitan_like.util.extents import FileRecord
 
     folder = Path(arguments.folder)
@@ -263,9 +262,7 @@ def rank_loads(arguments: argparse.Namespace) -> dict[str, list[float]]:
     state = make_state(arguments.gb, LOADS[arguments.child][1], fill=False)
     native = folder / "native"
     variants = {
-        "native": lambda: load_planned(
-            state, ExtentReader(native, records), CheckedPlanner(native)
-        ),
+        "native": lambda: StepSource(native, records).fill_tensors(state),
         "plain": lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(folder / "plain")),
     }
     figures: dict[str, list[float]] = {}

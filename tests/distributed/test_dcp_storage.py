@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import resource
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,18 +23,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint import verification
-from torchtitan_like.checkpoint.dcp_storage import (
-    BOUNCE,
-    ExtentReader,
-    ExtentWriter,
-    _Bounce,
-    _Box,
-    _read_boxes,
+from torchtitan_like.checkpoint.dcp_metadata import read_metadata
+from torchtitan_like.checkpoint.dcp_source import StepSource
+from torchtitan_like.checkpoint.dcp_storage import BOUNCE, ExtentWriter, _Bounce
+from torchtitan_like.checkpoint.errors import (
+    CheckpointError,
+    DamagedError,
+    unwrap,
+    with_checkpoint_errors,
 )
-from torchtitan_like.checkpoint.errors import DamagedError, unwrap
-from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES
-from torchtitan_like.checkpoint.verification import ExtentSource, all_extents, verify_rest
+from torchtitan_like.checkpoint.source import Read
+from torchtitan_like.checkpoint.verification import (
+    all_extents,
+    check_sizes,
+    verify_rest,
+)
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.boxes import slices, whole
 from torchtitan_like.util.extents import EXTENT, FileRecord
 
 # name: (shape, dtype). All tensors except scalars are sharded over the ranks.
@@ -106,10 +112,17 @@ def step(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, File
 
 def load_state(folder: str, records: dict[str, FileRecord], dim: int | None) -> list[str]:
     """Load all values and return the names of values that differ from the saved values."""
-    state = build_state(dim, fill=False)
-    dcp.load(state, storage_reader=ExtentReader(folder, records))
+    state = load_into(build_state(dim, fill=False), StepSource(Path(folder), records))
     expected = build_state(dim)
     return [name for name in expected if not is_equal(state[name], expected[name])]
+
+
+def load_into(state: dict[str, Any], source: StepSource) -> dict[str, Any]:
+    """Load all tensors of a state in place. Returns the state with all objects."""
+    check_sizes(source.path, source.records)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    source.fill_tensors(tensors)
+    return tensors | source.read_objects(name for name in state if name not in tensors)
 
 
 def is_equal(value: Any, expected: Any) -> bool:
@@ -142,13 +155,19 @@ def test_checkpoint_saved_on_any_layout_loads_on_one_rank(tmp_path: Path, dim: i
 def test_files_contain_each_element_exactly_once(step: Any) -> None:
     folder, records = step
     assert sorted(os.listdir(folder)) == [".metadata", "shard-00000.bin", "shard-00001.bin"]
-    stored = ExtentReader(folder, records).read_metadata().storage_data
+    source = StepSource(folder, records)
+    chunks = [chunk for name in TENSORS for chunk in source.stored[name].chunks]
+    metadata = read_metadata(folder)
     spans = sorted(
-        (info.relative_path, info.offset, info.offset + info.length) for info in stored.values()
+        (chunk.file, chunk.start, chunk.start + chunk.length)
+        for chunk in (
+            *metadata.objects.values(),
+            *(chunk for entry in metadata.tensors.values() for chunk in entry.chunks),
+        )
     )
     for (name, _, end), (next_name, start, _) in zip(spans, spans[1:], strict=False):
         assert start % 64 == 0 and (start >= end if name == next_name else start == 0)
-    lengths = [info.length for index, info in stored.items() if index.fqn in TENSORS]
+    lengths = [chunk.length for chunk in chunks]
     num_bytes = sum(full_tensor(name).nbytes for name in TENSORS)
     assert num_bytes < sum(lengths) < num_bytes + 1100 * len(lengths)
 
@@ -215,17 +234,17 @@ def test_large_strided_tensor_is_copied_in_bounded_pieces() -> None:
 def load_damaged(folder: str, records: dict[str, FileRecord]) -> tuple[type[Exception], str, bool]:
     """Return the error's class, its message, and whether any tensor was changed."""
     state = build_state(0, fill=False)
-    reader = ExtentReader(folder, records)
-    error: Exception
+    ranks = list(range(dist.get_world_size()))
+    group = with_checkpoint_errors(HostGroup(ranks, timedelta(seconds=25)))
     try:
-        reader.read_metadata()
-        dcp.load(state, storage_reader=reader)
-    except (CheckpointException, DamagedError) as problem:
-        error = unwrap(problem) if isinstance(problem, CheckpointException) else problem
+        group.run_on_all(lambda: load_into(state, StepSource(Path(folder), records)))
+    except CheckpointError as error:
         is_unchanged = all(
             not value.to_local().any() for value in state.values() if isinstance(value, DTensor)
         )
         return type(error), str(error), not is_unchanged
+    finally:
+        group.destroy()
     raise AssertionError("the damage was not detected")
 
 
@@ -311,23 +330,23 @@ def load_part(folder: str, records: dict[str, FileRecord]) -> tuple[dict[str, se
     Return the extents that this rank read, and the error of the verification or its number of
     bytes.
     """
-    reader = ExtentReader(folder, records)
+    source = StepSource(Path(folder), records)
     tensor = distribute_tensor(
         torch.zeros(5, 3), init_device_mesh("cpu", (2,)), [Shard(0)], src_data_rank=None
     )
-    dcp.load({"uneven": tensor}, storage_reader=reader)
+    source.fill_tensors({"uneven": tensor})
     group = HostGroup.alone()
     group.group, group.size = dist.group.WORLD, 2
     with mock.patch.object(
         verification, "find_damage", wraps=verification.find_damage
     ) as find_damage_mock:
         try:
-            verify_rest(Path(folder), records, reader.verified, group)
+            verify_rest(Path(folder), records, source.verified, group)
         except DamagedError as error:
-            return reader.verified, str(error)
+            return source.verified, str(error)
     *_, extents = find_damage_mock.call_args.args
     return (
-        reader.verified,
+        source.verified,
         f"read {sum(end - start for name, k in extents for start, end in [records[name].span(k)])}",
     )
 
@@ -376,29 +395,24 @@ def test_failed_write_on_one_rank_is_an_error_on_all_ranks(
     assert not (tmp_path / ".metadata").exists()
 
 
-def load_missing(folder: str, records: dict[str, FileRecord]) -> str:
-    try:
-        dcp.load({"no such tensor": torch.zeros(3)}, storage_reader=ExtentReader(folder, records))
-    except CheckpointException as problem:
-        return f"{type(unwrap(problem)).__name__}: {unwrap(problem)}"
-    return "no error"
-
-
-def test_missing_keys_are_not_damage(step: Any) -> None:
-    for text in run_ranks(load_missing, 2, str(step[0]), step[1]):
-        assert text.startswith("CheckpointError: rank 0: RuntimeError: Missing key")
-
-
 def test_two_tensors_with_the_same_bytes_are_both_filled(tmp_path):
-    """The reader uses a copy of the extent if boxes overlap, instead of reading into the tensor."""
+    """The source uses a copy of the extent if boxes overlap, instead of reading into the tensor."""
     state = {"a": torch.randn(3, 1000)}
     writer = ExtentWriter(tmp_path, 0)
     dcp.save(state, storage_writer=writer, no_dist=True)
     first, second = torch.zeros(3, 1000), torch.zeros(3, 1000)
-    boxes = [
-        _Box(HEADER_BYTES, torch.float32, (3, 1000), (0, 0), (3, 1000), target)
-        for target in (first, second)
-    ]
-    with ExtentSource(tmp_path / "shard-00000.bin", writer.records["shard-00000.bin"]) as source:
-        _read_boxes(source, boxes)
+    source = StepSource(tmp_path, writer.records)
+    source.fill(Read("a", whole(target.shape), target) for target in (first, second))
     assert torch.equal(first, state["a"]) and torch.equal(second, state["a"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_box_is_read_into_any_view_and_dtype(tmp_path, dtype):
+    """The box crosses an extent, has steps, and its target is transposed."""
+    state = {"a": torch.randn(5, 1100, 300)}
+    writer = ExtentWriter(tmp_path, 0)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    target = torch.zeros(4, 150, 500, dtype=dtype).mT
+    box = ((1, 4, 1), (90, 500, 2), (0, 150, 2))
+    StepSource(tmp_path, writer.records).fill([Read("a", box, target)])
+    assert torch.equal(target, state["a"][slices(box)].to(dtype))

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from tests.harness.hf_weights import load_hf
 from tests.harness.memory import peak_resident_bytes, reset_peak, resident_bytes
 from tests.harness.rank_pool import run_in_new_processes
-from torchtitan_like.checkpoint.dcp_storage import ExtentReader, ExtentWriter, load_planned
+from torchtitan_like.checkpoint.dcp_source import StepSource
+from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf import export as export_module
 from torchtitan_like.checkpoint.hf.export import write_export
@@ -106,8 +107,8 @@ def measure(folder: Path, shape: tuple[int, int], group: HostGroup) -> dict[str,
     dist.barrier()
     growth_by_action["save"] = growth(lambda: dcp.save(dict(state), storage_writer=writer))
     records = {k: v for part in group.gather_objects(writer.records) for k, v in part.items()}
-    reader, planner = ExtentReader(native, records), dcp.DefaultLoadPlanner()
-    growth_by_action["load"] = growth(lambda: load_planned(dict(state), reader, planner))
+    source = StepSource(native, records)
+    growth_by_action["load"] = growth(lambda: source.fill_tensors(state))
     rows = tuple((name, name) for name in state)
     growth_by_action["export"] = growth(
         lambda: write_export(export, state, rows=rows, tied=(), dtype=None, group=group)

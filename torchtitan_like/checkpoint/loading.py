@@ -15,7 +15,7 @@ from torchtitan_like.checkpoint.dcp_metadata import METADATA
 from torchtitan_like.checkpoint.errors import SettingsError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.saving import wait_until_visible
-from torchtitan_like.checkpoint.source import Read, Source
+from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.checkpoint.stateful import Stateful
 from torchtitan_like.checkpoint.step_folders import file_records
 from torchtitan_like.checkpoint.stored_weights import (
@@ -30,7 +30,6 @@ from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.hf_table import count_named
 from torchtitan_like.models.spec import standard_hf_config
 from torchtitan_like.util.extents import FileRecord
-from torchtitan_like.util.shards import local_boxes
 
 if TYPE_CHECKING:
     from torchtitan_like.checkpoint.dcp_source import StepSource
@@ -180,11 +179,7 @@ def _read_entries(
     def load() -> dict[str, Any]:
         targets = _targets(source, flat, surplus, may_convert=start.kind == "warm")
         tensors = {n: target for n, target in targets.items() if isinstance(target, torch.Tensor)}
-        source.fill(
-            Read(name, box, view)
-            for name, tensor in tensors.items()
-            for box, view in local_boxes(tensor)
-        )
+        source.fill_tensors(tensors)
         return targets | source.read_objects(name for name in targets if name not in tensors)
 
     values = group.run_on_all(load)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.dcp_metadata import Chunk
 from torchtitan_like.checkpoint.errors import CheckpointError
-from torchtitan_like.util.boxes import Box, Shape, box_at, crop, intersect, relative, slices, whole
+from torchtitan_like.util.boxes import Box, Shape, box_at, crop, intersect, relative, slices
+from torchtitan_like.util.shards import local_boxes
 
 Format = Literal["native", "hf", "dcp", "pt"]
 
@@ -81,6 +82,14 @@ class Source:
         """Copy the box of each read into its target. Raises DamagedError if bytes are missing."""
         raise NotImplementedError
 
+    def fill_tensors(self, tensors: Mapping[str, Any]) -> None:
+        """Fill this rank's shards of tensors, by stored name."""
+        self.fill(
+            Read(name, box, view)
+            for name, tensor in tensors.items()
+            for box, view in local_boxes(tensor)
+        )
+
     def read_objects(self, names: Iterable[str]) -> dict[str, Any]:
         """Return entries that are not tensors."""
         raise NotImplementedError
@@ -89,7 +98,7 @@ class Source:
         """Return whole tensors, in their stored dtypes."""
         infos = {name: self.stored[name] for name in names}
         tensors = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
-        self.fill(Read(name, whole(tensor.shape), tensor) for name, tensor in tensors.items())
+        self.fill_tensors(tensors)
         return tensors
 
     def read(self, name: str) -> Any:

@@ -79,9 +79,12 @@ def shard_boxes(tensor: Any, coordinate: Sequence[int]) -> list[Box]:
 
 
 def _runs(positions: Tensor) -> list[Span]:
-    """Group positions into runs of neighbors; no run if there are no positions."""
+    """Group increasing positions into runs of neighbors; no run if there are no positions."""
     if not len(positions):
         return []
+    first, last = int(positions[0]), int(positions[-1])
+    if last - first == len(positions) - 1:
+        return [(first, len(positions), 1)]
     starts = [0, *(1 + (positions.diff() != 1).nonzero().flatten()).tolist()]
     ends = [*starts[1:], len(positions)]
     return [(int(positions[i]), end - i, 1) for i, end in zip(starts, ends, strict=True)]
