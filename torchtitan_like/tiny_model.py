@@ -17,8 +17,8 @@ from torchtitan_like.check.model_checks import read_sizes
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.folder import write_model
 from torchtitan_like.checkpoint.step_folders import write_manifest
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import convert
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.config import ConfigError, dump_toml, load_config
 from torchtitan_like.config.loader import CommandLine, import_module
 from torchtitan_like.data.text.tokenizer import load_tokenizer

@@ -19,7 +19,7 @@ from tests.harness.rank_pool import run_ranks
 from torchtitan_like import train as trainer_module
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.stored_weights import check_average
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.optim.ema import AveragedWeights
 from torchtitan_like.util.exit_codes import ExitCode

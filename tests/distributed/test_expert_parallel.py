@@ -14,7 +14,7 @@ from tests.distributed.test_run import run_one_rank
 from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.distributed.expert_parallel import exchange_with_owners
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer

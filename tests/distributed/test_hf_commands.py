@@ -21,7 +21,7 @@ from tests.unit.checkpoint.steps import write_step
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.step_folders import file_records, read_manifest
-from torchtitan_like.checkpoint.tools.export import export_step
+from torchtitan_like.checkpoint.tools.export_step import export_step
 from torchtitan_like.cli import main as titan
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.stored_config import identify_step

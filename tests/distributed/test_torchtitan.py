@@ -35,8 +35,8 @@ from tests.harness.torchtitan_run import (
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.start import Start
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import native_weights
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.checkpoint.torchtitan import check_data_choice, read_step
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import load_config

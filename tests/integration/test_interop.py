@@ -18,7 +18,7 @@ import torch
 
 from tests.harness.runner import ROOT
 from tests.unit.checkpoint.steps import MODEL, make_step
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.dataset_names import DATASETS
 

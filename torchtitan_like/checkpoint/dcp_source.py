@@ -31,6 +31,7 @@ from torchtitan_like.checkpoint.dcp_metadata import (
 )
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.source import Read, Source, StoredTensor, reads_by_file
+from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.checkpoint.stored_weights import PREFIX
 from torchtitan_like.checkpoint.tensor_archive import HEADER_BYTES
 from torchtitan_like.checkpoint.unpickle import load_saved, load_tensor
@@ -56,7 +57,7 @@ class _FolderSource(Source):
     stored: Mapping[str, StoredTensor]
 
     def __init__(
-        self, path: Path, metadata: DcpMetadata, manifest: Mapping[str, Any] | None, trust: bool
+        self, path: Path, metadata: DcpMetadata, manifest: Manifest | None, trust: bool
     ) -> None:
         with as_checkpoint_error(path / METADATA):
             stored = {
@@ -109,7 +110,7 @@ class StepSource(_FolderSource):
         self,
         path: Path,
         records: Mapping[str, FileRecord],
-        manifest: Mapping[str, Any] | None = None,
+        manifest: Manifest | None = None,
         *,
         trust: bool = False,
     ) -> None:

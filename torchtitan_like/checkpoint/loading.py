@@ -157,7 +157,7 @@ def _load_step(
 def _read_entries(
     start: Start, states: Mapping[str, Stateful], group: HostGroup, source: StepSource
 ) -> dict[str, dict[str, Any]]:
-    """Read all entries of a native step, in place where possible. Returns them by key of `states`."""
+    """Read all entries of a native step, tensors in place. Returns them by key of `states`."""
     dicts = {key: state.state_dict() for key, state in states.items()}
     stored = (*source.stored, *source.object_names)
     # The entries of averaged weights, by the names of the weights.
@@ -177,10 +177,9 @@ def _read_entries(
     ]
 
     def load() -> dict[str, Any]:
-        targets = _targets(source, flat, surplus, may_convert=start.kind == "warm")
-        tensors = {n: target for n, target in targets.items() if isinstance(target, torch.Tensor)}
-        source.fill_tensors(tensors)
-        return targets | source.read_objects(name for name in targets if name not in tensors)
+        _check_entries(source, flat, surplus, may_convert=start.kind == "warm")
+        source.fill_tensors({n: flat[n] for n in flat if n in source.stored})
+        return flat | source.read_objects(name for name in flat if name not in source.stored)
 
     values = group.run_on_all(load)
     return {
@@ -226,42 +225,33 @@ def _load_weights(
     load_weights(source, tensors, rows=rows, tied=spec.tied(args), group=group, unread=unread)
 
 
-def _targets(
+def _check_entries(
     source: Source, live: Mapping[str, Any], surplus: Sequence[str], *, may_convert: bool
-) -> dict[str, Any]:
-    """Return the tensors to fill: the live ones, or new ones to convert from.
-
-    Raises CheckpointError for other dtypes and shapes, and for missing and surplus entries.
+) -> None:
+    """Raise CheckpointError for missing and surplus entries, and for other dtypes and shapes.
 
     surplus: stored entries that no rank loads.
-    may_convert: return a new tensor if the stored floating-point dtype differs from the live one.
+    may_convert: accept another floating-point dtype.
     """
     stored_names = {*source.stored, *source.object_names}
     problems = [f"{name} is not in the checkpoint" for name in live if name not in stored_names]
     problems += [f"{name} is in the checkpoint but not in this run" for name in surplus]
-    targets = dict(live)
     conversions: set[tuple[torch.dtype, torch.dtype]] = set()
     for name in live.keys() & stored_names:
         target, stored = live[name], source.stored.get(name)
         if stored is None or not isinstance(target, torch.Tensor):
             if stored is not None or isinstance(target, torch.Tensor):
                 problems.append(f"{name} is a tensor on one side only")
-            continue
-        dtype = stored.dtype
-        if stored.shape != tuple(target.shape):
+        elif stored.shape != tuple(target.shape):
             problems.append(
                 f"{name} has shape {stored.shape}, this run needs {tuple(target.shape)}"
             )
-        elif (
-            dtype != target.dtype
-            and may_convert
-            and dtype.is_floating_point
-            and target.is_floating_point()
-        ):
-            targets[name] = torch.empty_like(target, dtype=dtype, requires_grad=False)
-            conversions.add((dtype, target.dtype))
-        elif dtype != target.dtype:
-            problems.append(f"{name} is {dtype}, this run needs {target.dtype}")
+        elif stored.dtype != target.dtype:
+            is_floating = stored.dtype.is_floating_point and target.is_floating_point()
+            if may_convert and is_floating:
+                conversions.add((stored.dtype, target.dtype))
+            else:
+                problems.append(f"{name} is {stored.dtype}, this run needs {target.dtype}")
     if problems:
         more = f" and {len(problems) - 10} more" if len(problems) > 10 else ""
         raise SettingsError(
@@ -271,4 +261,3 @@ def _targets(
         )
     for stored_dtype, live_dtype in conversions:
         logger.info(f"Converted weights of {source.path} from {stored_dtype} to {live_dtype}")
-    return targets

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.dcp_metadata import Chunk
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.util.boxes import Box, Shape, box_at, crop, intersect, relative, slices
 from torchtitan_like.util.shards import local_boxes
 
@@ -71,7 +72,7 @@ class Source:
         path: Path,
         stored: Mapping[str, TensorInfo],
         object_names: Iterable[str] = (),
-        manifest: Mapping[str, Any] | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         self.path = path
         self.stored = stored

@@ -1,4 +1,4 @@
-"""Continue a run of TorchTitan 0.2 from its full checkpoint. `tools.torchtitan` writes one.
+"""Continue a run of TorchTitan 0.2 from its full checkpoint. `tools.write_torchtitan` writes one.
 
 Its checkpoint is a folder of torch.distributed.checkpoint (DCP) with these names:
 

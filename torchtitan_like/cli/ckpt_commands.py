@@ -240,7 +240,7 @@ def configure_export(parser: argparse.ArgumentParser) -> None:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the checkpoint in another format. Returns the exit code."""
-    from torchtitan_like.checkpoint.tools.export import launched_group
+    from torchtitan_like.checkpoint.tools.export_step import launched_group
 
     with launched_group() as group:
 
@@ -288,7 +288,7 @@ def _export(arguments: argparse.Namespace, group: HostGroup) -> None:
 
 def _write_step(arguments: argparse.Namespace, group: HostGroup) -> None:
     from torchtitan_like.checkpoint.errors import with_checkpoint_errors
-    from torchtitan_like.checkpoint.tools.export import export_step
+    from torchtitan_like.checkpoint.tools.export_step import export_step
 
     export_step(
         arguments.source,
@@ -324,7 +324,7 @@ def _convert(arguments: argparse.Namespace, _group: HostGroup) -> None:
 
 
 def _write_run(arguments: argparse.Namespace, _group: HostGroup) -> None:
-    from torchtitan_like.checkpoint.tools.torchtitan import convert_to_torchtitan
+    from torchtitan_like.checkpoint.tools.write_torchtitan import convert_to_torchtitan
     from torchtitan_like.stored_config import adam_settings
 
     convert_to_torchtitan(

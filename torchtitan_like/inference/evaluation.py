@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
-from torchtitan_like.checkpoint.tools.export import export_step
+from torchtitan_like.checkpoint.tools.export_step import export_step
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.distributed.world import HostGroup, pick_device
 from torchtitan_like.stored_config import identify_step

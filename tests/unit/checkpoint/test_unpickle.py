@@ -31,7 +31,7 @@ from torchtitan_like.checkpoint.dcp_metadata import (
     read_metadata,
 )
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.checkpoint.unpickle import load_saved
 from torchtitan_like.cli import main as titan
 

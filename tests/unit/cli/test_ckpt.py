@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
-from torchtitan_like.checkpoint.tools.contents import open_checkpoint
+from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.checkpoint.tools.verify import ProgressMeter
 from torchtitan_like.cli import executable_commands, main, parse
 from torchtitan_like.cli.common import run_path, step_path, steps_path

@@ -15,7 +15,7 @@ import pytest
 from tests.unit.checkpoint.folders import flip_bit
 from tests.unit.checkpoint.steps import MODEL, make_step
 from torchtitan_like.checkpoint import staged_output
-from torchtitan_like.checkpoint.tools import convert, export
+from torchtitan_like.checkpoint.tools import convert, export_step
 from torchtitan_like.cli import main as titan
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -153,7 +153,7 @@ def test_an_export_damaged_during_writing_is_not_published(
 
         return write_and_damage
 
-    monkeypatch.setattr(export, "write_model", damage(export.write_model))
+    monkeypatch.setattr(export_step, "write_model", damage(export_step.write_model))
     monkeypatch.setattr(convert, "write_model", damage(convert.write_model))
     out = tmp_path / "out" / "model"
     dcp = tmp_path / "dcp"

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
-from torchtitan_like.checkpoint.hf.folder import read_weight_map
 from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
     ExtentId,
@@ -37,6 +36,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import (
     DTYPES,
     FileLayout,
     dtype_code,
+    read_weight_map,
 )
 from torchtitan_like.checkpoint.hf.safetensors_source import open_shards
 from torchtitan_like.checkpoint.source import Read

@@ -12,7 +12,7 @@ import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.hf.export import write_export
-from torchtitan_like.checkpoint.hf.safetensors_file import INDEX
+from torchtitan_like.checkpoint.hf.safetensors_file import INDEX, read_weight_map
 from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.util.extents import FileRecord, write_file
@@ -154,20 +154,6 @@ def _name_in_export(path: Path, source: Path) -> str:
 def read_index(assets: Path) -> dict[str, str] | None:
     """Return the weight_map of a model folder's index; None if it has no index."""
     return read_weight_map(assets / INDEX) if (assets / INDEX).is_file() else None
-
-
-def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the weight_map of a `model.safetensors.index.json`: tensor -> file.
-
-    Raises CheckpointError if it cannot be read.
-    """
-    try:
-        return {str(name): str(file) for name, file in read_json(path)["weight_map"].items()}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path} is not an index: {type(error).__name__} {error}. Expected JSON with a "
-            "weight_map from tensors to files: copy the file again"
-        ) from error
 
 
 def _as_json(content: Mapping[str, Any]) -> bytes:

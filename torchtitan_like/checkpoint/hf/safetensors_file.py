@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
-from torchtitan_like.util.reading import parse_json
+from torchtitan_like.checkpoint.step_folders import is_inside
+from torchtitan_like.util.reading import parse_json, read_json
 
 INDEX = "model.safetensors.index.json"
 PAGE = 4096  # bytes; data starts on a new page, so that no page is written twice
@@ -165,3 +166,20 @@ def render_index(files: Iterable[FileLayout]) -> bytes:
     weight_map = {entry.name: file.name for file in files for entry in file.entries}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return json.dumps(index, indent=2).encode() + b"\n"
+
+
+def read_weight_map(path: Path) -> dict[str, str]:
+    """Return the weight_map of a `model.safetensors.index.json`: tensor -> file in its folder.
+
+    Raises DamagedError if it cannot be read.
+    """
+    try:
+        files = {str(name): str(file) for name, file in read_json(path)["weight_map"].items()}
+        if other := [f for f in files.values() if not is_inside(f) or Path(f).name != f]:
+            raise ValueError(f"{other[0]!r} is no file name")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedError(
+            f"{path} is not an index: {type(error).__name__} {error}. Expected JSON with a "
+            "weight_map from tensors to files in the same folder: copy the file again"
+        ) from error
+    return files

@@ -9,7 +9,6 @@ from dataclasses import replace
 from io import FileIO
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,13 @@ from torchtitan_like.checkpoint.hf.quantized import (
     find_scales,
     read_packed,
 )
-from torchtitan_like.checkpoint.hf.safetensors_file import DTYPES, INDEX, Entry, read_header
+from torchtitan_like.checkpoint.hf.safetensors_file import (
+    DTYPES,
+    INDEX,
+    Entry,
+    read_header,
+    read_weight_map,
+)
 from torchtitan_like.checkpoint.source import (
     Read,
     Source,
@@ -34,10 +39,10 @@ from torchtitan_like.checkpoint.source import (
     check_coverage,
     reads_by_file,
 )
-from torchtitan_like.checkpoint.step_folders import file_records, is_inside
+from torchtitan_like.checkpoint.step_folders import Manifest, file_records
 from torchtitan_like.checkpoint.verification import find_damage
 from torchtitan_like.util.boxes import Box, box_at, contiguous_strides
-from torchtitan_like.util.reading import parse_json, read_json
+from torchtitan_like.util.reading import parse_json
 
 logger = logging.getLogger()
 
@@ -63,7 +68,7 @@ class SafetensorsSource(Source):
         stored: Mapping[str, StoredTensor],
         float8: Float8Scales | None = None,
         packed: Mapping[str, PackedWeight] | None = None,
-        manifest: Mapping[str, Any] | None = None,
+        manifest: Manifest | None = None,
     ) -> None:
         super().__init__(path, stored, (), manifest)
         self.stored = stored
@@ -92,13 +97,13 @@ class SafetensorsSource(Source):
 
     def read_all(self) -> dict[str, Tensor]:
         """Return all tensors. Verifies the files if the manifest has hashes."""
-        for damage in find_damage(self.path, file_records(dict(self.manifest))):
+        for damage in find_damage(self.path, file_records(self.manifest)):
             raise damage
         return self.read_tensors(self.stored)
 
 
 def open_safetensors(
-    folder: Path, *, quantized: bool, manifest: Mapping[str, Any] | None = None
+    folder: Path, *, quantized: bool, manifest: Manifest | None = None
 ) -> SafetensorsSource:
     """Read every header of the directory.
 
@@ -120,7 +125,7 @@ def open_safetensors(
 def _find_files(folder: Path) -> list[str]:
     """Return the files of the index. Without an index: `model.safetensors`, else all files."""
     if (folder / INDEX).exists():
-        names = sorted(set(_read_index(folder).values()))
+        names = sorted(set(read_weight_map(folder / INDEX).values()))
     elif (folder / SINGLE).exists():
         names = [SINGLE]
     else:
@@ -149,23 +154,6 @@ def _summary(names: list[str]) -> str:
     return ", ".join(names) if len(names) < 4 else f"{names[0]} to {names[-1]}"
 
 
-def _read_index(folder: Path) -> dict[str, str]:
-    try:
-        index: dict[str, str] = read_json(folder / INDEX)["weight_map"]
-        if all(isinstance(file, str) and _is_file_name(file) for file in index.values()):
-            return index
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        pass
-    raise DamagedError(
-        f"{folder / INDEX} is not an index. Expected a weight_map from tensors to files in the "
-        "same folder: copy it again"
-    )
-
-
-def _is_file_name(file: str) -> bool:
-    return is_inside(file) and Path(file).name == file
-
-
 def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, StoredTensor]:
     """Return the tensors of all files.
 
@@ -183,7 +171,7 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
             offsets = (0,) * len(entry.shape)
             merged[entry.name] = _stored(entry, file, offsets)
     if (folder / INDEX).exists():
-        for name, file in _read_index(folder).items():
+        for name, file in read_weight_map(folder / INDEX).items():
             if name not in merged or merged[name].chunks[0].file != file:
                 raise DamagedError(
                     f"{folder / file} does not contain {name}. Expected it, because {INDEX} lists "

@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_flatten
 from torchtitan_like.checkpoint.changes import diff_settings
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.source import Source
-from torchtitan_like.checkpoint.tools.contents import FAMILIES, dtype_name, open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import Identify, native_weights
+from torchtitan_like.checkpoint.tools.open_checkpoint import FAMILIES, dtype_name, open_checkpoint
 from torchtitan_like.config.layers import parse_toml
 
 BLOCK_ELEMENTS = 2**22  # compared at a time

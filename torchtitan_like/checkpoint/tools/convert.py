@@ -1,6 +1,6 @@
 """Convert a checkpoint of any format into any other.
 
-One process needs memory for the weights once or twice. `checkpoint.tools.export` exports a large
+One process needs memory for the weights once or twice. `checkpoint.tools.export_step` exports a large
 step on many ranks.
 """
 
@@ -34,7 +34,7 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.checkpoint.stored_weights import HostTensors
-from torchtitan_like.checkpoint.tools.contents import (
+from torchtitan_like.checkpoint.tools.open_checkpoint import (
     FAMILIES,
     checkpoint_errors,
     dtype_name,
@@ -104,20 +104,33 @@ def convert(
     """
     with StagedOutput(out) as output:
         output.refuse_existing()
-        return _convert(source, output, to, dtype, identity, config)
+        state, dropped = _read_state(source, to, dtype, identity)
+        staged, manifest = output.path, None
+        with checkpoint_errors(output.final):
+            if to == "pt":
+                _write_pt(staged, state)
+            elif to == "dcp":
+                writer = dcp.FileSystemWriter(staged, thread_count=1)
+                dcp.save(state, storage_writer=writer, no_dist=True)
+            elif to == "native":
+                assert config is not None
+                manifest = _write_native(staged, state, source, config)
+            else:
+                is_copy = source.format == "hf"
+                manifest = _write_hf(staged, state, source, None if is_copy else identity)
+        if manifest is not None:
+            for damage in find_damage(staged, manifest["files"]):
+                raise damage
+        output.publish(manifest)
+    return dropped
 
 
-def _convert(
-    source: Source,
-    output: StagedOutput,
-    to: Format,
-    dtype: torch.dtype | None,
-    identity: Identity | None,
-    config: str | None,
-) -> list[str]:
+def _read_state(
+    source: Source, to: Format, dtype: torch.dtype | None, identity: Identity | None
+) -> tuple[Any, list[str]]:
+    """Return what to write, with the names of the format, and the names that are dropped."""
     dropped: list[str] = []
     if FAMILIES[source.format] == FAMILIES[to]:
-        identity = None if to == "hf" else identity
         state, dropped = _drop_unloadable(source.read_all(), source.path)
     else:
         assert identity is not None
@@ -133,24 +146,7 @@ def _convert(
         return tensor.clone(memory_format=torch.contiguous_format) if cast is tensor else cast
 
     warn_of_overflow(dict(flatten(state)), dtype)
-    state = tree_map_with_path(copy, state)
-    staged, manifest = output.path, None
-    with checkpoint_errors(output.final):
-        if to == "pt":
-            _write_pt(staged, state)
-        elif to == "dcp":
-            writer = dcp.FileSystemWriter(staged, thread_count=1)
-            dcp.save(state, storage_writer=writer, no_dist=True)
-        elif to == "native":
-            assert config is not None
-            manifest = _write_native(staged, state, source, config)
-        else:
-            manifest = _write_hf(staged, state, source, identity)
-    if manifest is not None:
-        for damage in find_damage(staged, manifest["files"]):
-            raise damage
-    output.publish(manifest)
-    return dropped
+    return tree_map_with_path(copy, state), dropped
 
 
 # ---- names
@@ -174,7 +170,7 @@ def native_weights(source: Source, identity: Identity) -> dict[str, Tensor]:
         source.path,
         "named on the command line",
         format="meta" if source.format == "pt" else source.format,
-        manifest=dict(source.manifest) or None,
+        manifest=source.manifest or None,
     )
     load_states(start, {"model": weights}, with_checkpoint_errors(HostGroup.alone()), identity)
     return weights.state_dict()

@@ -135,13 +135,13 @@ def summarize(path: Path) -> dict[str, Any]:
     """
     stored_format = None if path.is_file() else format_of(path)
     if stored_format in WITHOUT_TORCH:
-        manifest: Mapping[str, Any] = read_manifest(path) or {}
-        metadata = read_metadata(path, file_records(dict(manifest)) if manifest else None)
+        manifest = read_manifest(path) or {}
+        metadata = read_metadata(path, file_records(manifest) if manifest else None)
         format_name = WITHOUT_TORCH[stored_format]
         tensors = {name: (entry.shape, entry.dtype) for name, entry in metadata.tensors.items()}
         object_names = tuple(metadata.objects)
     else:
-        from torchtitan_like.checkpoint.tools.contents import dtype_name, open_checkpoint
+        from torchtitan_like.checkpoint.tools.open_checkpoint import dtype_name, open_checkpoint
 
         source = open_checkpoint(path)
         manifest, format_name, object_names = source.manifest, source.format, source.object_names
@@ -150,7 +150,7 @@ def summarize(path: Path) -> dict[str, Any]:
         "path": str(path),
         "format": format_name,
         "manifest": {k: v for k, v in manifest.items() if k not in NOT_SHOWN},
-        "files": {name: record.size for name, record in file_records(dict(manifest)).items()},
+        "files": {name: record.size for name, record in file_records(manifest).items()},
         "tensors": {
             name: {"dtype": dtype, "shape": list(shape)} for name, (shape, dtype) in tensors.items()
         },

@@ -19,8 +19,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.checkpoint.staged_output import StagedOutput
-from torchtitan_like.checkpoint.tools.contents import checkpoint_errors, open_checkpoint
 from torchtitan_like.checkpoint.tools.convert import Identify, meta_weights, native_weights
+from torchtitan_like.checkpoint.tools.open_checkpoint import checkpoint_errors, open_checkpoint
 from torchtitan_like.checkpoint.torchtitan import MOMENTS, AdamSettings
 from torchtitan_like.config import JobConfig
 
