@@ -385,7 +385,7 @@ def measure_plans(num_ranks: int = 64, num_tensors: int = 213) -> Costs:
     )
     from torch.distributed.checkpoint.storage import WriteResult
 
-    from torchtitan_like.checkpoint.unpickle import load_metadata
+    from torchtitan_like.checkpoint.dcp_metadata import load_metadata
 
     rows = 128
 

@@ -75,7 +75,7 @@ def load_meta(
     path: Path, tensors: Mapping[str, Any], *, group: HostGroup, **options: Any
 ) -> LoadReport:
     """Load Meta's .pth files."""
-    return load_weights(open_weights(path, "meta", group), tensors, group=group, **options)
+    return load_weights(open_weights(path, "pt", group), tensors, group=group, **options)
 
 
 def permute_rows(weight: Tensor, heads: int) -> Tensor:

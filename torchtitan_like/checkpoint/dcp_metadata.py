@@ -243,10 +243,7 @@ def read_metadata(
     if records is None:
         return load_metadata(file.read_bytes(), file, trust=trust)
     if METADATA not in records:
-        raise DamagedError(
-            f"{file} is not recorded in the manifest. Expected a record of every file: copy the "
-            "step again"
-        )
+        raise DamagedError(f"{file} is not recorded in the manifest")
     check_sizes(folder, {METADATA: records[METADATA]})
     content = bytearray(records[METADATA].size)
     with ExtentSource(file, records[METADATA]) as source:

@@ -80,8 +80,9 @@ class _FolderSource(Source):
     def read_all(self) -> Any:
         values = self.read_tensors(self.stored) | self.read_objects(self.object_names)
         state: dict[str, Any] = {}
-        for name, value in values.items():
-            set_element(state, self._paths.get(name, (name,)), value)
+        for name in dict.fromkeys((*self._paths, *values)):  # in the order of the saved state
+            if name in values:
+                set_element(state, self._paths.get(name, (name,)), values[name])
         return state
 
     def _objects_by_file(self, names: Iterable[str]) -> dict[str, list[tuple[str, Chunk]]]:
@@ -143,8 +144,7 @@ class StepSource(_FolderSource):
     def _open(self, name: str) -> Iterator[ExtentSource]:
         if name not in self.records:
             raise DamagedError(
-                f"{self.path / name} is not recorded in the manifest. Expected a record, because "
-                "the .metadata refers to the file: copy the step again"
+                f"{self.path / name}, which .metadata names, is not recorded in the manifest"
             )
         with ExtentSource(self.path / name, self.records[name]) as source:
             try:
@@ -253,8 +253,7 @@ class DcpSource(_FolderSource):
     def __init__(self, path: Path, *, trust: bool = False) -> None:
         if not (path / METADATA).exists():
             raise CheckpointError(
-                f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}. "
-                "Expected a step-N: give its path"
+                f"{path} is not a checkpoint of torch.distributed.checkpoint: it has no {METADATA}"
             )
         super().__init__(path, read_metadata(path, trust=trust), None, trust)
 
@@ -266,8 +265,7 @@ class DcpSource(_FolderSource):
             num_stored = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
             if num_stored != math.prod(tensor.shape):
                 raise DamagedError(
-                    f"{self.path / METADATA} lacks chunks of {name} {list(tensor.shape)}. Expected "
-                    "chunks for all elements: copy the checkpoint again"
+                    f"{self.path / METADATA} lacks chunks of {name} {list(tensor.shape)}"
                 )
             for chunk in tensor.chunks:
                 sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.start + chunk.length)
@@ -275,9 +273,7 @@ class DcpSource(_FolderSource):
             path = self.path / file
             actual_size = path.stat().st_size if path.exists() else 0
             if actual_size < size:
-                raise DamagedError(
-                    f"{path} has {actual_size} bytes. Expected at least {size}: copy it again"
-                )
+                raise DamagedError(f"{path} has {actual_size} bytes. Expected at least {size}")
 
     def fill(self, reads: Iterable[Read]) -> None:
         """Load each chunk that this rank needs once, and copy from it to all targets."""

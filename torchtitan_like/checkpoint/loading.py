@@ -68,7 +68,7 @@ def load_states(
             f"Ignored the averaged weights in {start.path}, because ema.enable = false. Checkpoints "
             "of this run will not have them"
         )
-    if start.format == "step":
+    if start.format == "native":
         _load_step(start, {key: states[key] for key in keys}, group, identity, verify)
     elif start.kind == "resume":
         keys = [key for key in keys if key != "dataloader"]
@@ -196,7 +196,7 @@ def _load_weights(
     from torchtitan_like.checkpoint.verification import verify_rest
 
     path, spec, args = start.path, identity.spec, identity.args
-    assert path is not None and start.format != "step"
+    assert path is not None and start.format != "native"
     tensors = model.state_dict()
     if start.manifest is not None:  # an export of this program, with hashes
         records = file_records(start.manifest)

@@ -95,39 +95,32 @@ def open_meta(path: Path) -> PthSource:
     files = [path] if path.is_file() else sorted(path.glob("consolidated.*.pth"))
     if not files:
         raise CheckpointError(
-            f"{path} contains no consolidated.*.pth. Expected a file or a folder of such files: "
-            "give its path"
+            f"{path} contains no consolidated.*.pth. Expected such a file, or a folder of them"
         )
     expected = [path]
     if not path.is_file():
         expected = [path / f"consolidated.{i:02d}.pth" for i in range(len(files))]
     if files != expected:
         raise DamagedError(
-            f"{path} is incomplete: it has only {', '.join(file.name for file in files)}. Expected "
-            "files numbered from 00 without gaps: copy the missing ones"
+            f"{path} is incomplete: it has only {', '.join(file.name for file in files)}"
         )
     states = [_map_file(file) for file in files]
     for file, state in zip(files, states, strict=True):
         if differing := state.keys() ^ states[0].keys():
             raise DamagedError(
-                f"{file} and {files[0]} contain different tensors: {sorted(differing)}. Expected "
-                "the files of one model: copy them again"
+                f"{file} and {files[0]} contain different tensors: {sorted(differing)}"
             )
     dim = states[0]["norm.weight"].shape[0] if "norm.weight" in states[0] else 0
     stored, parts = {}, {}
     for name in states[0]:
         values = [state[name] for state in states]
         if len({(part.shape, part.dtype) for part in values}) > 1:
-            raise DamagedError(
-                f"{path}: {name} differs in shape or dtype between files. Expected the files of "
-                "one model: copy them again"
-            )
+            raise DamagedError(f"{path}: {name} differs in shape or dtype between files")
         split_dim = _split_dim(name, values[0], dim)
         if split_dim is None:
             if not all(torch.equal(part, values[0]) for part in values[1:]):
                 raise DamagedError(
-                    f"{path}: the values of {name} differ between files. Expected equal values, "
-                    "because it is not split: copy the files again"
+                    f"{path}: the values of {name} differ between files, but it is not split"
                 )
             values = values[:1]
         shape = [n * len(values) if d == split_dim else n for d, n in enumerate(values[0].shape)]
@@ -153,14 +146,10 @@ def _split_dim(name: str, part: Tensor, dim: int) -> int | None:
 
 def _map_file(file: Path) -> dict[str, Tensor]:
     if not is_zipfile(file):
-        raise DamagedError(
-            f"{file} is not a zip file. Expected a file of torch.save (torch 1.6 or later): copy "
-            "it again, because it may be truncated"
-        )
+        raise DamagedError(f"{file} is not a zip file of torch.save. It may be truncated")
     state = load_saved(file, file, mmap=True)
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{file} contains a {type(state).__name__}. Expected a state dict (name -> tensor): "
-            "save it with torch.save(model.state_dict(), file)"
+            f"{file} contains a {type(state).__name__}. Expected a state dict: name -> tensor"
         )
     return {name: value for name, value in state.items() if isinstance(value, Tensor)}

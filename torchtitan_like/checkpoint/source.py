@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from torchtitan_like.checkpoint.dcp_metadata import Chunk
 from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.start import Format
 from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.util.boxes import Box, Shape, box_at, crop, intersect, relative, slices
 from torchtitan_like.util.shards import local_boxes
-
-Format = Literal["native", "hf", "dcp", "pt"]
 
 
 @dataclass(frozen=True)
@@ -124,12 +123,28 @@ def reads_by_file(
     for read in reads:
         if not read.target.numel():
             continue
-        for chunk in stored[read.name].chunks:
+        for chunk in _near(read.box, stored[read.name]):
             if part := read.within(box_at(chunk.offsets, chunk.sizes)):
                 by_file.setdefault(chunk.file, []).append((chunk, part))
     for parts in by_file.values():
         parts.sort(key=lambda each: each[0].start)
     return dict(sorted(by_file.items()))
+
+
+def _near(box: Box, tensor: StoredTensor) -> Iterable[Chunk]:
+    """Return the chunks that a box may overlap, by the first dimension that chunks divide.
+
+    A tensor of a large run has thousands of chunks, of which a rank needs a few.
+    """
+    chunks = tensor.chunks
+    sizes = chunks[0].sizes if chunks else ()
+    divided = [dim for dim, size in enumerate(sizes) if size < tensor.shape[dim]]
+    if not divided:
+        return chunks
+    dim = divided[0]
+    start, count, step = box[dim]
+    end = start + (count - 1) * step
+    return [c for c in chunks if c.offsets[dim] <= end and start < c.offsets[dim] + c.sizes[dim]]
 
 
 def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
@@ -152,7 +167,4 @@ def check_coverage(name: str, shape: Shape, boxes: Iterable[Box]) -> None:
         bounds = [(dim[i], dim[i + 1]) for dim, i in zip(edges, wrong[0], strict=True)]
         region = ", ".join(f"{low}:{high}" for low, high in bounds)
         problem = "is missing" if counts[tuple(wrong[0])] == 0 else "is stored more than once"
-        raise CheckpointError(
-            f"{name}[{region}] {problem}. Expected shards that cover {name} {list(shape)} exactly "
-            "once: copy the missing shards, remove surplus ones"
-        )
+        raise CheckpointError(f"{name}[{region}] {problem}: {name} is {list(shape)}")

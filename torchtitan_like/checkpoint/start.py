@@ -23,18 +23,18 @@ from torchtitan_like.util.run_directory import MANIFEST, step_name
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_checkpoint import Checkpoint
 
-Format = Literal["step", "dcp", "hf", "meta"]
+Format = Literal["native", "dcp", "hf", "pt"]
 FORMAT_NAMES: dict[Format, str] = {
-    "step": "a checkpoint of this program",
+    "native": "a checkpoint of this program",
     "dcp": "a torch.distributed.checkpoint folder of another program",
     "hf": "Hugging Face safetensors",
-    "meta": "Meta's consolidated.*.pth files",
+    "pt": "Meta's consolidated.*.pth files",
 }
 # Files that identify the format of a folder without a manifest. The first match applies.
 _FORMAT_PATTERNS: tuple[tuple[str, Format], ...] = (
     (".metadata", "dcp"),
     ("*.safetensors", "hf"),
-    ("consolidated.*.pth", "meta"),
+    ("consolidated.*.pth", "pt"),
 )
 _RESTART_REMEDY = "Move them away to start a new run"
 
@@ -48,7 +48,7 @@ class Start:
     path: Path | None
     reason: str
     seed: int | None = None  # of the run that is resumed
-    format: Format = "step"
+    format: Format = "native"
     manifest: Manifest | None = None
     averaged: bool = False  # warm: the weights are the averaged ones of a native step
     upcycles: bool = False  # warm: the weights are of a dense model, the run's model has experts
@@ -78,7 +78,7 @@ def format_of(path: Path) -> Format | None:
     """
     manifest = read_manifest(path)
     if manifest is not None:
-        return "hf" if manifest["kind"] == "hf" else "step"
+        return "hf" if manifest["kind"] == "hf" else "native"
     return next((name for pattern, name in _FORMAT_PATTERNS if any(path.glob(pattern))), None)
 
 
@@ -212,7 +212,7 @@ def _first_start(section: Checkpoint, folder: Path, last_step: int, hf_assets_pa
         newest = checkpoints[-1][1]
         raise SettingsError(
             f"{folder} holds only weights (newest: {newest.name}, "
-            f"{FORMAT_NAMES[format_of(newest) or 'step']}). Expected a full checkpoint to resume "
+            f"{FORMAT_NAMES[format_of(newest) or 'native']}). Expected a full checkpoint to resume "
             "from. To start a new run from these weights, set checkpoint.initial_load_path = "
             f"{str(newest)!r} and another job.dump_folder. To start from scratch, move them away"
         )

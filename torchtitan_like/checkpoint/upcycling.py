@@ -51,7 +51,7 @@ def load_upcycled(
         )
     fresh = [name for name in tensors if _matches(name, upcycling.fresh)]
     loaded = {name: tensor for name, tensor in tensors.items() if name not in fresh}
-    if start.format == "step":
+    if start.format == "native":
         renamed = [dense for _, dense in upcycling.copied]
         dense_rows: Rows = tuple((name, name) for name in (*renamed, *loaded))
     elif start.format == "hf":

@@ -118,7 +118,7 @@ def load_model(
         model = identity.spec.build(with_reference_attention(identity.args)).to(DTYPES[dtype])
     _check_memory(checkpoint, model, device)
     materialize(model, device)
-    stored_format = format_of(checkpoint) or "step"
+    stored_format = format_of(checkpoint) or "native"
     reason = "named on the command line"
     manifest = read_manifest(checkpoint)
     start = Start("warm", 0, checkpoint, reason, None, stored_format, manifest, averaged)

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import _extension
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 
 from torchtitan_like.checkpoint.dcp_source import DcpSource
 from torchtitan_like.checkpoint.errors import DamagedError
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 STATE: dict[str, Any] = {
+    "step": 3,
     "a": torch.arange(6.0).view(2, 3),
     "nested": {"list": [torch.tensor(1), "text"], "empty": torch.empty(0, 2)},
 }
 
 
-def save(folder: Path, **options: Any) -> None:
-    writer = dcp.FileSystemWriter(folder, thread_count=1, **options)
-    dcp.save(STATE, storage_writer=writer, no_dist=True)
+def save(folder: Path) -> None:
+    dcp.save(STATE, storage_writer=dcp.FileSystemWriter(folder, thread_count=1), no_dist=True)
 
 
 def assert_is_state(loaded: Any) -> None:
+    assert [*loaded] == [*STATE] and loaded["step"] == 3
     assert torch.equal(loaded["a"], STATE["a"])
     assert torch.equal(loaded["nested"]["empty"], STATE["nested"]["empty"])
     assert loaded["nested"]["list"] == [torch.tensor(1), "text"]
@@ -43,49 +46,26 @@ def test_all_entries_are_read_as_they_were_nested(tmp_path: Path) -> None:
     assert torch.equal(selected.read("b"), STATE["a"])
 
 
-class _Inverted(_extension.StreamTransformExtension):
-    """Inverts every byte, in place of a compression that is not installed."""
-
-    @staticmethod
-    def registry_name() -> str:
-        return "test.inverted"
-
-    @staticmethod
-    def from_descriptor(version: str) -> _Inverted:
-        return _Inverted()
-
-    def get_descriptor(self) -> str:
-        return f"{self.registry_name()}/1"
-
-    def transform_to(self, output: Any) -> Any:
-        class Stream:
-            def write(self, content: Any) -> int:
-                return int(output.write(bytes(255 - byte for byte in bytes(content))))
-
-            def flush(self) -> None:
-                output.flush()
-
-            def close(self) -> None:
-                pass
-
-        return Stream()
-
-    def transform_from(self, input: Any) -> Any:
-        class Stream:
-            def seekable(self) -> bool:
-                return False
-
-            def read(self) -> bytes:
-                return bytes(255 - byte for byte in input.read())
-
-        return Stream()
-
-
 def test_transforms_of_torch_are_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, _extensions=[_Inverted()])
+    """Every byte is inverted, in place of a compression that is not installed."""
+
+    def invert(content: bytes) -> bytes:
+        return bytes(255 - byte for byte in content)
+
+    save(tmp_path)
+    (file,) = tmp_path.glob("*.distcp")
+    file.write_bytes(invert(file.read_bytes()))
+    metadata = pickle.loads((tmp_path / ".metadata").read_bytes())
+    for location in metadata.storage_data.values():
+        location.transform_descriptors = ("test.inverted/1",)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DamagedError, match="Unknown extension name='test.inverted'"):
         DcpSource(tmp_path).read_all()
-    monkeypatch.setattr(_extension, "ZStandard", _Inverted)  # the only one that torch registers
+    extension = Mock(
+        spec=StreamTransformExtension,
+        transform_from=lambda stream: io.BytesIO(invert(stream.read())),
+    )
+    monkeypatch.setattr(ExtensionRegistry, "from_descriptor_list", lambda *_: [extension])
     assert_is_state(DcpSource(tmp_path).read_all())
 
 

@@ -582,7 +582,7 @@ def test_damaged_meta_files_are_refused(tmp_path):
         load_llama(load_meta, tmp_path, args, empty(state))
     second.write_bytes(content)
     (tmp_path / "consolidated.00.pth").unlink()
-    with pytest.raises(DamagedError, match="copy the missing ones"):
+    with pytest.raises(DamagedError, match="is incomplete: it has only consolidated.01.pth"):
         load_llama(load_meta, tmp_path, args, empty(state))
     second.unlink()
     with pytest.raises(CheckpointError, match="contains no consolidated"):

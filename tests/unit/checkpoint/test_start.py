@@ -37,62 +37,67 @@ WHOLE_RUN = {"initial_load_model_only": False}
 
 STARTS = [
     # settings, steps on disk, (kind, step, format) of the first choice, steps of further choices
-    ({}, [], ("scratch", 0, "step"), []),
-    ({"enable": False}, ["5"], ("scratch", 0, "step"), []),
+    ({}, [], ("scratch", 0, "native"), []),
+    ({"enable": False}, ["5"], ("scratch", 0, "native"), []),
     # the newest full step, then older ones
-    ({}, ["5", "10"], ("resume", 10, "step"), [5]),
-    ({}, ["5", "10", "15?"], ("resume", 10, "step"), [5]),
-    ({}, ["5", "10w"], ("resume", 5, "step"), []),
-    ({}, ["5", "7", "10h"], ("resume", 7, "step"), [5]),
-    ({}, ["5", "10H"], ("resume", 5, "step"), []),
-    ({}, ["0", "5"], ("resume", 5, "step"), [0]),
-    ({"start": "resume"}, ["5"], ("resume", 5, "step"), []),
-    ({"load_only": True}, ["5"], ("resume", 5, "step"), []),
+    ({}, ["5", "10"], ("resume", 10, "native"), [5]),
+    ({}, ["5", "10", "15?"], ("resume", 10, "native"), [5]),
+    ({}, ["5", "10w"], ("resume", 5, "native"), []),
+    ({}, ["5", "7", "10h"], ("resume", 7, "native"), [5]),
+    ({}, ["5", "10H"], ("resume", 5, "native"), []),
+    ({}, ["0", "5"], ("resume", 5, "native"), [0]),
+    ({"start": "resume"}, ["5"], ("resume", 5, "native"), []),
+    ({"load_only": True}, ["5"], ("resume", 5, "native"), []),
     # damaged steps are skipped
-    ({}, ["5", "10", "15!"], ("resume", 10, "step"), [5]),
-    ({}, ["5", "10!", "15"], ("resume", 15, "step"), [5]),
-    ({}, ["5", "10m", "15!"], ("resume", 5, "step"), []),
-    ({}, ["5", "20!"], ("resume", 5, "step"), []),
-    ({}, ["5", "10e"], ("resume", 5, "step"), []),
-    ({}, ["5", "10hx"], ("resume", 5, "step"), []),
+    ({}, ["5", "10", "15!"], ("resume", 10, "native"), [5]),
+    ({}, ["5", "10!", "15"], ("resume", 15, "native"), [5]),
+    ({}, ["5", "10m", "15!"], ("resume", 5, "native"), []),
+    ({}, ["5", "20!"], ("resume", 5, "native"), []),
+    ({}, ["5", "10e"], ("resume", 5, "native"), []),
+    ({}, ["5", "10hx"], ("resume", 5, "native"), []),
     # the run is finished
-    ({}, ["5", "20w"], ("resume", 20, "step"), []),
-    ({}, ["20w"], ("resume", 20, "step"), []),
-    ({}, ["5", "20h"], ("resume", 20, "step"), []),
-    ({}, ["5", "25"], ("resume", 25, "step"), []),
+    ({}, ["5", "20w"], ("resume", 20, "native"), []),
+    ({}, ["20w"], ("resume", 20, "native"), []),
+    ({}, ["5", "20h"], ("resume", 20, "native"), []),
+    ({}, ["5", "25"], ("resume", 25, "native"), []),
     # a step chosen by number, without a fallback
-    ({"load_step": 5}, ["5", "20w"], ("resume", 5, "step"), []),
-    ({"load_step": 5}, ["3", "5", "10"], ("resume", 5, "step"), []),
+    ({"load_step": 5}, ["5", "20w"], ("resume", 5, "native"), []),
+    ({"load_step": 5}, ["3", "5", "10"], ("resume", 5, "native"), []),
     # initial_load_path
-    (path("FULL"), [], ("warm", 0, "step"), []),
-    (path("WEIGHTS"), [], ("warm", 0, "step"), []),
+    (path("FULL"), [], ("warm", 0, "native"), []),
+    (path("WEIGHTS"), [], ("warm", 0, "native"), []),
     (path("HF"), [], ("warm", 0, "hf"), []),
     (path("EXPORT"), [], ("warm", 0, "hf"), []),
     (path("DCP"), [], ("warm", 0, "dcp"), []),
-    (path("META"), [], ("warm", 0, "meta"), []),
+    (path("META"), [], ("warm", 0, "pt"), []),
     (path("HF") | {"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
-    (path("FULL"), ["9?"], ("warm", 0, "step"), []),
-    (path("FULL"), ["5"], ("resume", 5, "step"), []),
-    (path("FULL") | {"exclude_from_loading": ["optimizer"]}, [], ("warm", 0, "step"), []),
-    (path("FULL") | {"start": "warm"}, [], ("warm", 0, "step"), []),
-    (path("FULL") | WHOLE_RUN, [], ("resume", 3, "step"), []),
-    (path("FULL") | WHOLE_RUN, ["5"], ("resume", 5, "step"), []),
-    (path("FULL") | WHOLE_RUN | {"exclude_from_loading": ["model"]}, [], ("resume", 3, "step"), []),
+    (path("FULL"), ["9?"], ("warm", 0, "native"), []),
+    (path("FULL"), ["5"], ("resume", 5, "native"), []),
+    (path("FULL") | {"exclude_from_loading": ["optimizer"]}, [], ("warm", 0, "native"), []),
+    (path("FULL") | {"start": "warm"}, [], ("warm", 0, "native"), []),
+    (path("FULL") | WHOLE_RUN, [], ("resume", 3, "native"), []),
+    (path("FULL") | WHOLE_RUN, ["5"], ("resume", 5, "native"), []),
+    (
+        path("FULL") | WHOLE_RUN | {"exclude_from_loading": ["model"]},
+        [],
+        ("resume", 3, "native"),
+        [],
+    ),
     # weights in the folder hf_assets_path
     ({"initial_load_in_hf": True}, [], ("warm", 0, "hf"), []),
     ({"initial_load_in_hf": True, "start": "warm"}, [], ("warm", 0, "hf"), []),
     # the user's step-0
     ({}, ["0H"], ("warm", 0, "hf"), []),
     ({}, ["0D"], ("warm", 0, "dcp"), []),
-    ({}, ["0M"], ("warm", 0, "meta"), []),
-    ({}, ["0w"], ("warm", 0, "step"), []),
+    ({}, ["0M"], ("warm", 0, "pt"), []),
+    ({}, ["0w"], ("warm", 0, "native"), []),
     ({"initial_load_in_hf": True}, ["0H"], ("warm", 0, "hf"), []),
-    ({}, ["0H", "5"], ("resume", 5, "step"), []),
+    ({}, ["0H", "5"], ("resume", 5, "native"), []),
     # new weights
-    ({"start": "scratch"}, [], ("scratch", 0, "step"), []),
-    ({"start": "scratch"}, ["9?"], ("scratch", 0, "step"), []),
-    ({"create_seed_checkpoint": True}, [], ("scratch", 0, "step"), []),
-    ({}, ["0"], ("resume", 0, "step"), []),
+    ({"start": "scratch"}, [], ("scratch", 0, "native"), []),
+    ({"start": "scratch"}, ["9?"], ("scratch", 0, "native"), []),
+    ({"create_seed_checkpoint": True}, [], ("scratch", 0, "native"), []),
+    ({}, ["0"], ("resume", 0, "native"), []),
 ]
 
 REFUSED = [
@@ -257,7 +262,7 @@ def test_a_run_with_load_step_continues_when_restarted(
 def test_the_format_of_a_folder_is_detected(tmp_path: Path) -> None:
     make_steps(tmp_path, "1", "2w", "3h", "4H", "5D", "6M", "7?", "8m")
     formats = [format_of(tmp_path / f"step-{number}") for number in range(1, 8)]
-    assert formats == ["step", "step", "hf", "hf", "dcp", "meta", None]
+    assert formats == ["native", "native", "hf", "hf", "dcp", "pt", None]
     assert format_of(tmp_path / "nowhere") is None
     with pytest.raises(DamagedError):
         format_of(tmp_path / "step-8")

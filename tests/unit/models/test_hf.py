@@ -362,7 +362,7 @@ def test_an_unreadable_config_next_to_the_tokenizer_ends_an_export(tmp_path):
     identity = Identity(HF, args, tmp_path, tmp_path, special_tokens=lambda: (None, None))
     (tmp_path / "export").mkdir()
     group = with_checkpoint_errors(HostGroup.alone())
-    with pytest.raises(CheckpointError, match="Expected the config of the tokenizer's model"):
+    with pytest.raises(CheckpointError, match="config.json is not valid"):
         write_model(tmp_path / "export", build(args).state_dict(), identity, group, dtype=None)
 
 

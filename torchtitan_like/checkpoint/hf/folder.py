@@ -133,10 +133,7 @@ def _stored_token_ids(source: Path) -> dict[str, Any] | None:
         config = read_json(file)
         return {key: config[key] for key in _TOKEN_IDS if key in config}
     except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} is not valid: {type(error).__name__} {error}. Expected the config of the "
-            "tokenizer's model, whose special tokens the export has: copy the file again"
-        ) from error
+        raise CheckpointError(f"{file} is not valid: {type(error).__name__} {error}") from error
 
 
 def _name_in_export(path: Path, source: Path) -> str:

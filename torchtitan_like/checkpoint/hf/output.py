@@ -67,9 +67,7 @@ class Output:
         paths = [self.folder / name for name in (*(file.name for file in self.files), INDEX)]
         present = next((path for path in paths if path.exists()), None)
         if present is not None:
-            raise CheckpointError(
-                f"{present} exists already. Expected a folder without a model: choose another one"
-            )
+            raise CheckpointError(f"{present} exists already. Expected a folder without a model")
         for path, file in zip(paths, self.files, strict=False):
             with naming(path), open(path, "xb") as created:
                 # Not posix_fallocate: on file systems without it, the C library writes a byte to
@@ -151,8 +149,7 @@ class Output:
         for file in self.files:
             if read_header(self.folder / file.name)[0] != list(file.entries):
                 raise CheckpointError(
-                    f"{self.folder / file.name}: the header that was read differs from the header "
-                    "that was written. Expected equal bytes: check the disk, then export again"
+                    f"{self.folder / file.name}: the header was read differently than written"
                 )
         record = write_file(self.folder / INDEX, render_index(self.files))
         sync_path(self.folder)

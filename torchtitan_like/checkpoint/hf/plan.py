@@ -142,9 +142,7 @@ def describe_shards(
     views: dict[ShardKey, Tensor] = {}
     for name, tensor in tensors.items():
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
-            raise CheckpointError(
-                f"{name} is a DTensor of partial sums. Expected full values: reduce it first"
-            )
+            raise CheckpointError(f"{name} is a DTensor of partial sums. Expected full values")
         boxes = local_boxes(tensor)
         code = dtype_code(tensor.dtype)
         infos.append(ShardInfo(name, code, tuple(tensor.shape), tuple(box for box, _ in boxes)))
@@ -167,8 +165,7 @@ def merge_shards(
             if (first.dtype, first.shape) != (info.dtype, info.shape):
                 raise CheckpointError(
                     f"{info.name} is {info.dtype} {list(info.shape)} in {holder_names[holder]}, "
-                    f"but {first.dtype} {list(first.shape)} in another one. Expected the shards of "
-                    "one model: remove the others"
+                    f"but {first.dtype} {list(first.shape)} in another one"
                 )
             for box in info.boxes:
                 boxes.setdefault(box, []).append(holder)
@@ -197,8 +194,7 @@ def plan_tensors(
         all_links = links(rows, {name: tensor.shape for name, tensor in shards.items()}, tied)
     except (KeyError, ValueError) as error:
         raise CheckpointError(
-            f"the tensors do not match the model's table of names: {error.args[0]}. Expected one "
-            "row for each tensor: correct the model's hf.py"
+            f"the tensors do not match the table of names in the model's hf.py: {error.args[0]}"
         ) from error
     shapes = external_shapes(all_links)
     outputs: dict[str, OutputTensor] = {}
@@ -209,8 +205,7 @@ def plan_tensors(
         output = outputs.setdefault(link.external, OutputTensor(code, shapes[link.external], []))
         if output.dtype != code:
             raise CheckpointError(
-                f"{link.external} joins tensors of two dtypes, {output.dtype} and {code}. Expected "
-                "one dtype: give a dtype for the export"
+                f"{link.external} joins tensors of two dtypes, {output.dtype} and {code}: give one"
             )
         for shard_box, holders in source.holders.items():
             if boxes := link.boxes.within_source(shard_box):

@@ -66,7 +66,7 @@ def find_scales(
         if len(stored[name].shape) != 2 or scale.shape != expected:
             raise CheckpointError(
                 f"{folder}: {name} {stored[name].shape} has scales of shape {scale.shape}. "
-                f"Expected {expected} for blocks of {block}: check weight_block_size in config.json"
+                f"Expected {expected} for blocks of {block}, the weight_block_size in config.json"
             )
     float8 = {
         name
@@ -78,15 +78,13 @@ def find_scales(
     if without_scale := sorted(float8 - scales.keys()):
         names = ", ".join(without_scale)
         raise CheckpointError(
-            f"{folder}: float8 weights without scales: {names}. Expected a tensor NAME{SCALE} for "
-            "each: copy the checkpoint again"
+            f"{folder}: float8 weights without scales: {names}. Expected NAME{SCALE} for each"
         )
     # Another program may have dequantized the weights and kept the scales in the file.
     if not_float8 := sorted(scales.keys() - float8):
         names = ", ".join(not_float8)
         raise CheckpointError(
-            f"{folder}: weights with scales ({SCALE}) that are not float8: {names}. Expected "
-            "float8 weights: remove the scales from the files"
+            f"{folder}: weights with scales ({SCALE}) that are not float8: {names}"
         )
     return Float8Scales(scales, block)
 
@@ -100,10 +98,7 @@ def _find_block(folder: Path, *, quantized: bool, kind: str) -> tuple[int, ...]:
     try:
         method = read_json(config).get("quantization_config") or {} if config.exists() else {}
     except (OSError, ValueError, AttributeError) as error:
-        raise DamagedError(
-            f"{config} is not valid: {type(error).__name__} {error}. Expected the config of a "
-            "Hugging Face model: copy the file again"
-        ) from error
+        raise DamagedError(f"{config} is not valid: {type(error).__name__} {error}") from error
     if kind and not quantized:
         raise SettingsError(
             f"{folder} contains {kind} weights with block scales. Expected weights without scales: "
@@ -118,8 +113,7 @@ def _find_block(folder: Path, *, quantized: bool, kind: str) -> tuple[int, ...]:
     block = method.get("weight_block_size") if kind == "float8" else (1, 1)
     if not block:
         raise CheckpointError(
-            f"{config} does not contain the block size. Expected "
-            "quantization_config.weight_block_size: copy the file again"
+            f"{config} does not contain the block size, quantization_config.weight_block_size"
         )
     return tuple(block)
 
@@ -151,8 +145,7 @@ def find_packed(stored: Mapping[str, StoredTensor]) -> dict[str, PackedWeight]:
         if not is_valid or {blocks.dtype, scales.dtype} != {torch.uint8}:
             raise CheckpointError(
                 f"{name} is {blocks.dtype} {blocks.shape}, and its scales are {scales.dtype} "
-                f"{scales.shape}. Expected uint8 blocks of {_BYTES} bytes, and a uint8 scale for "
-                "each: copy the checkpoint again"
+                f"{scales.shape}. Expected uint8 blocks of {_BYTES} bytes with a uint8 scale each"
             )
         packed[weight] = PackedWeight(blocks, scales)
     return packed

@@ -57,8 +57,7 @@ def dtype_code(dtype: torch.dtype) -> str:
     """Return the name of a dtype in safetensors files. Raises CheckpointError if it has none."""
     if dtype not in _CODES:
         raise CheckpointError(
-            f"safetensors files cannot store {dtype}. Expected {', '.join(map(str, _CODES))}: "
-            "convert the tensor"
+            f"safetensors files cannot store {dtype}, only {', '.join(map(str, _CODES))}"
         )
     return _CODES[dtype]
 
@@ -98,17 +97,14 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
     Raises DamagedError unless the tensors cover every byte after the header exactly once.
     """
     if not path.is_file():  # reading from a pipe would block
-        raise DamagedError(
-            f"{path} is not a regular file. Expected a safetensors file: copy it again"
-        )
+        raise DamagedError(f"{path} is not a regular file, so it is no safetensors file")
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(size - 8, _MAX_HEADER):
             raise DamagedError(
-                f"{path} is not a safetensors file: it has {size} bytes. Expected a header of "
-                f"{length} bytes, as in its first 8 bytes: copy the file again"
+                f"{path} has {size} bytes. Expected a header of {length} bytes in them"
             )
         text = file.read(length)
     data_start = 8 + length
@@ -134,21 +130,18 @@ def read_header(path: Path) -> tuple[list[Entry], dict[str, str]]:
         lengths = [math.prod(entry.shape) * DTYPES[entry.dtype].itemsize for entry in entries]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"{path} has an invalid header: {type(error).__name__} {error}. Expected a safetensors "
-            "file: copy it again"
+            f"{path} has an invalid header: {type(error).__name__} {error}"
         ) from error
     offset = data_start
     for entry, expected in zip(entries, lengths, strict=True):
         if entry.start != offset or entry.end - entry.start != expected:
             raise DamagedError(
                 f"{path}: {entry.name}, {entry.dtype} {list(entry.shape)}, has bytes {entry.start} "
-                f"to {entry.end}. Expected {offset} to {offset + expected}: copy the file again"
+                f"to {entry.end}. Expected {offset} to {offset + expected}"
             )
         offset = entry.end
     if offset != size:
-        raise DamagedError(
-            f"{path} has {size} bytes. Expected {offset}, as in its header: copy the file again"
-        )
+        raise DamagedError(f"{path} has {size} bytes. Expected {offset}, as in its header")
     return entries, metadata
 
 
@@ -179,7 +172,6 @@ def read_weight_map(path: Path) -> dict[str, str]:
             raise ValueError(f"{other[0]!r} is no file name")
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DamagedError(
-            f"{path} is not an index: {type(error).__name__} {error}. Expected JSON with a "
-            "weight_map from tensors to files in the same folder: copy the file again"
+            f"{path} is not an index of files in its folder: {type(error).__name__} {error}"
         ) from error
     return files

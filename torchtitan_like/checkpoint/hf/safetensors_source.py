@@ -41,7 +41,7 @@ from torchtitan_like.checkpoint.source import (
 )
 from torchtitan_like.checkpoint.step_folders import Manifest, file_records
 from torchtitan_like.checkpoint.verification import find_damage
-from torchtitan_like.util.boxes import Box, box_at, contiguous_strides
+from torchtitan_like.util.boxes import Box, box_at, contiguous_strides, sizes_of
 from torchtitan_like.util.reading import parse_json
 
 logger = logging.getLogger()
@@ -84,11 +84,14 @@ class SafetensorsSource(Source):
                         packed = self._packed[read.name]
                         read.target.copy_(read_packed(packed, read.box, self._read))
                         continue
-                    values = read_box(file, chunk, self.stored[read.name].dtype, read.box)
+                    dtype, target = self.stored[read.name].dtype, read.target
                     if read.name in self._float8.scales:
                         scales = self._float8.read(read.name, read.box, self._read)
-                        values = values.float() * scales
-                    read.target.copy_(values)
+                        target.copy_(read_box(file, chunk, dtype, read.box).float() * scales)
+                    elif target.is_cpu and target.dtype == dtype and target.is_contiguous():
+                        read_box(file, chunk, dtype, read.box, target)
+                    else:
+                        target.copy_(read_box(file, chunk, dtype, read.box))
 
     def _read(self, stored: StoredTensor, box: Box) -> Tensor:
         [chunk] = stored.chunks
@@ -137,16 +140,11 @@ def _find_files(folder: Path) -> list[str]:
         }
         names = sorted({*names, *expected})
     if not names:
-        raise CheckpointError(
-            f"{folder} contains no safetensors files. Expected at least one: give their directory"
-        )
+        raise CheckpointError(f"{folder} contains no safetensors files")
     if ignored := sorted({path.name for path in folder.glob("*.safetensors")} - set(names)):
         logger.warning(f"{folder}: reading {_summary(names)}, ignoring {_summary(ignored)}")
     if absent := [name for name in names if not (folder / name).exists()]:
-        raise DamagedError(
-            f"{folder} lacks {', '.join(absent)}. Expected all files of the model: copy the "
-            "missing ones"
-        )
+        raise DamagedError(f"{folder} lacks {', '.join(absent)}")
     return names
 
 
@@ -164,19 +162,13 @@ def _merge(folder: Path, headers: Mapping[str, list[Entry]]) -> dict[str, Stored
         for entry in entries:
             if entry.name in merged:
                 first = merged[entry.name].chunks[0].file
-                raise DamagedError(
-                    f"{folder}: {first} and {file} both contain {entry.name}. Expected each tensor "
-                    "once: remove the file of another model"
-                )
+                raise DamagedError(f"{folder}: {first} and {file} both contain {entry.name}")
             offsets = (0,) * len(entry.shape)
             merged[entry.name] = _stored(entry, file, offsets)
     if (folder / INDEX).exists():
         for name, file in read_weight_map(folder / INDEX).items():
             if name not in merged or merged[name].chunks[0].file != file:
-                raise DamagedError(
-                    f"{folder / file} does not contain {name}. Expected it, because {INDEX} lists "
-                    "it: copy the files again"
-                )
+                raise DamagedError(f"{folder / file} does not contain {name}, which {INDEX} lists")
     return merged
 
 
@@ -204,17 +196,11 @@ def open_shards(folder: Path) -> SafetensorsSource:
     """
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise CheckpointError(
-            f"{folder} contains no *.safetensors files. Expected the shards of a distributed "
-            "checkpoint: give their folder"
-        )
+        raise CheckpointError(f"{folder} contains no *.safetensors files")
     names = [path.name.split("-") for path in paths]
     numbers = {int(name[1]) for name in names if name[0] == "shard" and name[1].isdigit()}
     if gap := sorted(set(range(1, max(numbers, default=0) + 1)) - numbers):
-        raise CheckpointError(
-            f"{folder} lacks the file of shard {gap[0]}. Expected shards 1 to {max(numbers)}: copy "
-            "the missing file"
-        )
+        raise CheckpointError(f"{folder} lacks the file of shard {gap[0]} of {max(numbers)}")
     stored: dict[str, StoredTensor] = {}
     for path in paths:
         for name, shard in _read_shard(path).items():
@@ -228,13 +214,11 @@ def _join(name: str, tensor: StoredTensor, shard: StoredTensor, path: Path) -> S
     """Add a shard to the shards of a tensor that were found in other files."""
     if len(tensor.shape) != len(shard.shape):
         raise CheckpointError(
-            f"{name} has {len(shard.shape)} dimensions in {path}, {len(tensor.shape)} in another "
-            "file. Expected the shards of one model: delete the files of the other"
+            f"{name} has {len(shard.shape)} dimensions in {path}, {len(tensor.shape)} in others"
         )
     if tensor.dtype != shard.dtype:
         raise CheckpointError(
-            f"{name} is {shard.dtype} in {path}, but {tensor.dtype} in another file. Expected the "
-            "shards of one model: remove the others"
+            f"{name} is {shard.dtype} in {path}, but {tensor.dtype} in another file"
         )
     shape = tuple(map(max, tensor.shape, shard.shape))
     return replace(tensor, shape=shape, chunks=tensor.chunks + shard.chunks)
@@ -248,8 +232,7 @@ def _check_shards(folder: Path, name: str, tensor: StoredTensor) -> None:
         box = box_at(chunk.offsets, chunk.sizes)
         if box in files:
             raise CheckpointError(
-                f"{folder / files[box]} and {folder / chunk.file} contain the same part of {name}. "
-                "Expected each part once: delete the files of the other checkpoint"
+                f"{folder / files[box]} and {folder / chunk.file} contain the same part of {name}"
             )
         files[box] = chunk.file
     check_coverage(name, tensor.shape, files)
@@ -272,8 +255,7 @@ def _read_shard(path: Path) -> dict[str, StoredTensor]:
             stored[entry.name] = replace(_stored(entry, path.name, offsets), shape=ends)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamagedError(
-            f"{path}: {SHARDING_INFO} does not match its tensors ({type(error).__name__} {error}). "
-            "Expected the offsets of every tensor: copy the file again"
+            f"{path}: {SHARDING_INFO} does not match its tensors ({type(error).__name__} {error})"
         ) from error
     return stored
 
@@ -281,13 +263,19 @@ def _read_shard(path: Path) -> dict[str, StoredTensor]:
 # ---- bytes
 
 
-def read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, box: Box) -> Tensor:
-    """Read a box of a chunk in its stored dtype. Raises DamagedError if the file is too short."""
+def read_box(
+    file: FileIO, chunk: Chunk, dtype: torch.dtype, box: Box, out: Tensor | None = None
+) -> Tensor:
+    """Read a box of a chunk in its stored dtype. Raises DamagedError if the file is too short.
+
+    out: a contiguous tensor on the CPU to read into.
+    """
     if box and box[-1][2] > 1:  # a run for each element would be slow
         *outer, (start, count, step) = box
         dense = (*outer, (start, (count - 1) * step + 1, 1))
-        return read_box(file, chunk, dtype, dense)[..., ::step]
-    values = torch.empty([count for _, count, _ in box], dtype=dtype)
+        values = read_box(file, chunk, dtype, dense)[..., ::step]
+        return values if out is None else out.copy_(values)
+    values = torch.empty(sizes_of(box), dtype=dtype) if out is None else out
     target = values.view(-1).view(torch.uint8).numpy().data
     for first, num_elements in _runs(chunk.sizes, box):
         offset, length = chunk.start + first * dtype.itemsize, num_elements * dtype.itemsize
@@ -295,10 +283,7 @@ def read_box(file: FileIO, chunk: Chunk, dtype: torch.dtype, box: Box) -> Tensor
         while length:
             read = file.readinto(target[:length])
             if not read:
-                raise DamagedError(
-                    f"{file.name} ends at byte {offset}, in the middle of a tensor. Expected the "
-                    "whole tensor: copy the file again"
-                )
+                raise DamagedError(f"{file.name} ends at byte {offset}, in the middle of a tensor")
             target, offset, length = target[read:], offset + read, length - read
     return values
 

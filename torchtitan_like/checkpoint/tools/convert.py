@@ -28,9 +28,9 @@ from torchtitan_like.checkpoint.hf.safetensors_source import SafetensorsSource
 from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.pth_source import flatten
-from torchtitan_like.checkpoint.source import Format, Source
+from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.checkpoint.staged_output import StagedOutput
-from torchtitan_like.checkpoint.start import Start
+from torchtitan_like.checkpoint.start import Format, Start
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import Manifest
 from torchtitan_like.checkpoint.stored_weights import HostTensors
@@ -169,7 +169,7 @@ def native_weights(source: Source, identity: Identity) -> dict[str, Tensor]:
         0,
         source.path,
         "named on the command line",
-        format="meta" if source.format == "pt" else source.format,
+        format=source.format,
         manifest=source.manifest or None,
     )
     load_states(start, {"model": weights}, with_checkpoint_errors(HostGroup.alone()), identity)

@@ -18,7 +18,7 @@ from typing import Any
 from torchtitan_like.checkpoint.dcp_metadata import DTYPE_BYTES, read_metadata
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.staged_output import STAGED
-from torchtitan_like.checkpoint.start import FORMAT_NAMES, format_of
+from torchtitan_like.checkpoint.start import FORMAT_NAMES, Format, format_of
 from torchtitan_like.checkpoint.step_folders import (
     HF_EXPORTS,
     NONFINITE,
@@ -42,8 +42,6 @@ UNPUBLISHED = (
 
 # Keys of a manifest that the summary omits, because they are long or have another form there.
 NOT_SHOWN = ("files", "config", "extent_bytes", "hash")
-# Name of a format in `format_of` -> its name in the summary.
-WITHOUT_TORCH = {"step": "native", "dcp": "dcp"}
 
 
 @dataclass(frozen=True)
@@ -134,10 +132,10 @@ def summarize(path: Path) -> dict[str, Any]:
     Raises CheckpointError; DamagedError if the bytes differ from the bytes that were written.
     """
     stored_format = None if path.is_file() else format_of(path)
-    if stored_format in WITHOUT_TORCH:
+    if stored_format in ("native", "dcp"):
         manifest = read_manifest(path) or {}
         metadata = read_metadata(path, file_records(manifest) if manifest else None)
-        format_name = WITHOUT_TORCH[stored_format]
+        format_name: Format = stored_format
         tensors = {name: (entry.shape, entry.dtype) for name, entry in metadata.tensors.items()}
         object_names = tuple(metadata.objects)
     else:

@@ -13,8 +13,8 @@ from torchtitan_like.checkpoint.dcp_source import DcpSource, StepSource
 from torchtitan_like.checkpoint.errors import CheckpointError, unwrap
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 from torchtitan_like.checkpoint.pth_source import open_pt
-from torchtitan_like.checkpoint.source import Format, Source
-from torchtitan_like.checkpoint.start import format_of
+from torchtitan_like.checkpoint.source import Source
+from torchtitan_like.checkpoint.start import Format, format_of
 from torchtitan_like.checkpoint.step_folders import (
     file_records,
     read_manifest,
@@ -40,7 +40,7 @@ def open_checkpoint(path: Path, *, trust_pickle: bool = False) -> Source:
     manifest = read_manifest(path) or {}
     if stored_format == "hf":
         return open_safetensors(path, quantized=False, manifest=manifest)
-    if stored_format == "step":
+    if stored_format == "native":
         return StepSource(path, file_records(manifest), manifest, trust=trust_pickle)
     raise CheckpointError(
         f"{path} is not a checkpoint of a supported format. Expected a step-N, a folder of "
