@@ -19,13 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtitan_like.cli.common import positive_int, positive_number, run_path
-from torchtitan_like.report.files import (
-    METRICS_KINDS,
-    newest_events,
-    newest_rows,
-    read_run_config,
-    step_seconds,
-)
+from torchtitan_like.report.state import require_run, step_seconds
+from torchtitan_like.report.tolerant import METRICS_KINDS, as_time, newest_events, newest_rows
 from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_problem
 from torchtitan_like.util.run_directory import METRICS
@@ -49,14 +44,14 @@ def measure_times(run: Path) -> Times:
 
     Raises OSError, and ValueError if `run` is not a run or has too few.
     """
-    read_run_config(run)
+    require_run(run)
     saves = [
-        event["seconds"]
-        for event in newest_events(run)
+        seconds
+        for event in newest_events(run)[0]
         if (event["event"], event.get("form")) == ("save", "full")
-        and event.get("seconds") is not None
+        and (seconds := as_time(event.get("seconds"))) is not None
     ]
-    rows = newest_rows(run / METRICS, METRICS_KINDS, ("step", "time"))
+    rows, _ = newest_rows(run / METRICS, ("step", "time"), METRICS_KINDS)
     steps = step_seconds(rows)
     if not (saves and steps):
         raise ValueError(

@@ -298,16 +298,17 @@ def check_end(row: Drill, run: FinishedRun) -> None:
 
 @contextmanager
 def watched(chain: Chain) -> Iterator[None]:
-    """Kill the run when the watchdog of slurm/ reports that its log is older than the timeout."""
-    stop, log = threading.Event(), chain.folder / "metrics.jsonl"
+    """Kill the run when the watchdog of slurm/ reports no sign of it for longer than the timeout."""
+    stop, run = threading.Event(), chain.folder
 
     def watch() -> None:
         while not stop.wait(0.5):
-            if log.exists() and watchdog.observe_log(log, TRAIN_TIMEOUT / 60, time.time()).is_alert:
+            has_rows = (run / "metrics.jsonl").exists()
+            if has_rows and watchdog.observe_run(run, TRAIN_TIMEOUT / 60, time.time()).is_alert:
                 kill(
                     [
                         json.loads(file.read_text())["pid"]
-                        for file in chain.folder.glob("attempts/1/heartbeat/rank-*")
+                        for file in run.glob("attempts/1/heartbeat/rank-*")
                     ]
                 )
 

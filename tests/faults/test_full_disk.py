@@ -275,4 +275,4 @@ def test_run_train_returns_the_storage_code_without_exit_json(chain: Chain, num_
     assert chain.faults.hits
     assert result.returncode == 74, (result.stdout + result.stderr)[-3000:]
     assert f"Cannot write {chain.folder}/exit.json: " in result.stdout
-    assert "Stopped at step 2: storage (code 74)" in result.stderr
+    assert "stopped: storage (code 74) at step 2" in result.stderr

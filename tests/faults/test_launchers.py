@@ -232,7 +232,7 @@ def test_signal_during_imports_gives_the_code_of_the_signal(
     finally:
         kill_session(process)
     assert process.returncode == code, output
-    assert "has crashed" not in output
+    assert "stopped: killed" not in output
     expected = {signal.SIGTERM: ("requeue", 75), signal.SIGINT: ("interrupted", 130)}[signum]
     written = json.loads((folder / "exit.json").read_text())
     assert (written["reason"], written["code"], written["step"]) == (*expected, None), output

@@ -190,10 +190,7 @@ def test_job_is_requeued_after_a_killed_worker(
     run.await_output(f"Holding at step {HOLD_AT}")
     [victim] = [process for process in psutil.process_iter() if is_rank(process, run.outputs)]
     victim.send_signal(signal.SIGKILL)
-    run.await_output(
-        "The run has ended with code 69, its newest checkpoint is of step 9; "
-        "the job is queued again"
-    )
+    run.await_output("Its newest checkpoint is of step 9; the job is queued again")
     shorten_time_limit(*array)
     [state] = cluster.wait(job)
     assert (state["JobState"], state["Restarts"]) == ("COMPLETED", "1"), run.output()[-6000:]

@@ -43,8 +43,9 @@ def configure_ls(parser: argparse.ArgumentParser) -> None:
         "  hung        no rank has, or a process on this machine is gone without an error\n"
         "  stopped     with the reason of exit.json; error: an error record; killed: all processes\n"
         "              on this machine are gone; lost: no sign for an hour\n"
-        "  unreadable  a file is missing or damaged\n"
-        "--json has details. Searches three levels of folders. Returns 2 if there is no run.\n\n"
+        "  unreadable  exit.json or an error record is damaged\n"
+        "titan run watch and titan run report show the same. --json has details. Searches three\n"
+        "levels of folders. Returns 2 if there is no run.\n\n"
         "example: titan run ls outputs"
     )
 
@@ -263,8 +264,8 @@ def run_report(arguments: argparse.Namespace) -> int:
 def _print_numbers(arguments: argparse.Namespace) -> int:
     from torchtitan_like.report.figures import require_bokeh
     from torchtitan_like.report.history import read_histories
+    from torchtitan_like.report.page import write_page
     from torchtitan_like.report.summary import compare, summarize
-    from torchtitan_like.report.watch import write_page
 
     page: Path | None = arguments.output
     if page is not None:
@@ -299,7 +300,7 @@ def _draw_curves(arguments: argparse.Namespace) -> int:
 
 def _write_pages(arguments: argparse.Namespace) -> int:
     from torchtitan_like.report.figures import require_bokeh
-    from torchtitan_like.report.watch import write_pages
+    from torchtitan_like.report.page import write_pages
     from torchtitan_like.util.units import format_bytes
 
     require_bokeh()
@@ -379,10 +380,10 @@ def configure_save(parser: argparse.ArgumentParser) -> None:
 
 def run_save(arguments: argparse.Namespace) -> int:
     """Create the switch file. Returns the exit code."""
-    from torchtitan_like.report.requests import request_save
+    from torchtitan_like.report.runs import request_save
 
     def action() -> int:
-        print(request_save(arguments.run, export=arguments.export))
+        print(request_save(arguments.run, time.time(), export=arguments.export))
         return 0
 
     return run_checked(action, ValueError)
@@ -404,10 +405,13 @@ def configure_stop(parser: argparse.ArgumentParser) -> None:
 
 def run_stop(arguments: argparse.Namespace) -> int:
     """Create or remove the kill switch. Returns the exit code."""
-    from torchtitan_like.report.requests import clear_stop, request_stop
+    from torchtitan_like.report.runs import clear_stop, request_stop
 
     def action() -> int:
-        print(clear_stop(arguments.run) if arguments.clear else request_stop(arguments.run))
+        if arguments.clear:
+            print(clear_stop(arguments.run))
+        else:
+            print(request_stop(arguments.run, time.time()))
         return 0
 
     return run_checked(action, ValueError)

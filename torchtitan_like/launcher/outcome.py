@@ -6,13 +6,14 @@ import re
 import shlex
 import signal
 import tempfile
+import time
 from contextlib import suppress
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
+from torchtitan_like.report.state import find_state
 from torchtitan_like.util.exit_codes import CRASH, KILLED, RANK_SIGNALS, SIGNAL_CODES, ExitCode
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.locks import run_lock
@@ -24,30 +25,27 @@ from torchtitan_like.util.run_directory import (
     RunEnd,
     attempt_folder,
     describe_error,
+    earliest_error,
     files_of_ranks,
     heartbeat_file,
     newest_attempt,
     numbered_attempts,
     ranks_with_errors,
-    read_errors,
     read_exit,
-    read_first_error,
     write_exit,
 )
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
 
-MAX_SHOWN_RANKS = 32
 PEER_LOST = r"gloo/|NCCL|ncclInternal|[Cc]onnection (closed|reset)|Timed out waiting"
 
 
 class FirstError(NamedTuple):
-    """The earliest error record of an attempt, and the ranks with error records."""
+    """The earliest error record of an attempt."""
 
     attempt: Path
     record: dict[str, Any]
-    ranks: set[int]
 
 
 class Start(NamedTuple):
@@ -174,9 +172,8 @@ def _report_agreed(config: JobConfig, end: RunEnd, start: Start) -> int:
     if end.code == ExitCode.DONE:
         show("\n".join(summary(config, folder, start, int(end.step or 0))))
     else:
-        where = "before the first step" if end.step is None else f"at step {end.step}"
         _show_how_to_continue(config, end.code, start)
-        show_error(f"Stopped {where}: {end.reason} (code {end.code}); logs: {folder}/{ATTEMPTS}")
+        show_error(f"stopped: {end}; logs: {folder}/{ATTEMPTS}")
     return end.code
 
 
@@ -211,33 +208,28 @@ def report_crash(folder: Path, code: int, since: float) -> int:
             (folder / EXIT).unlink()
     first = _first_error(folder, since)
     if first is None:
-        where = f"in {attempts}: it was killed, or its error is above and could not be written"
-        show_error(f"The run has crashed, and no rank has recorded an error {where}")
+        line = "stopped: killed, or its error is above and could not be written"
         if code == KILLED:
             code = ExitCode.LOST_PEER
             _write_exit(folder, ExitCode.LOST_PEER)
+            line = find_state(folder, time.time()).line
+        show_error(f"{line}: no rank has recorded an error in {attempts}")
         return int(code)
-    attempt, record, ranks = first
+    attempt, record = first
     if record["phase"] == "config":
         return _report_refusal(folder, first)
-    lines = [f"FIRST ERROR of {len(ranks)} (all: {attempt}/errors): {describe_error(record)}"]
-    silent = files_of_ranks(attempt / HEARTBEATS).keys() - ranks
-    if silent:
-        shown = ", ".join(map(str, sorted(silent)[:MAX_SHOWN_RANKS]))
-        if len(silent) > MAX_SHOWN_RANKS:
-            shown += f" and {len(silent) - MAX_SHOWN_RANKS} more"
-        silence = (
-            f"NO ERROR of rank {shown}: killed (out of memory? see dmesg), or it hung and was "
-            "killed at the end"
-        )
-        is_consequence = re.search(PEER_LOST, record["traceback"]) is not None
-        lines.insert(len(lines) if is_consequence else 0, silence)
-        if is_consequence:
-            code = ExitCode.LOST_PEER
-            _write_exit(folder, ExitCode.LOST_PEER, record["step"])
+    failed = ranks_with_errors(attempt)
+    silent = files_of_ranks(attempt / HEARTBEATS).keys() - failed
+    has_lost_peer = bool(silent) and re.search(PEER_LOST, record["traceback"]) is not None
     if record["phase"] == "data":  # one rank read damaged data, the others lost it
         code = ExitCode.BAD_DATA
         _write_exit(folder, ExitCode.BAD_DATA, record["step"])
+    elif has_lost_peer:
+        code = ExitCode.LOST_PEER
+        _write_exit(folder, ExitCode.LOST_PEER, record["step"])
+    lines = [f"FIRST ERROR of {len(failed)} (all: {attempt}/errors): {describe_error(record)}"]
+    # The state names the ranks without an error, which are the cause if a connection was lost.
+    lines.insert(len(lines) if has_lost_peer else 0, find_state(folder, time.time()).line)
     show_error("\n".join(lines))
     return int(code)
 
@@ -245,24 +237,18 @@ def report_crash(folder: Path, code: int, since: float) -> int:
 def _first_error(folder: Path, since: float) -> FirstError | None:
     """Return the first error of the newest attempt with errors since then.
 
-    Every node calls this, and thousands of ranks write thousands of records. For an attempt with a
-    number, only the first record is read.
+    Every node calls this.
     """
-    candidates = []
-    for attempt in reversed(numbered_attempts(folder)):
-        record = read_first_error(attempt) or min(
-            read_errors(attempt), key=itemgetter("time"), default=None
-        )
-        if record is not None:
-            if record["time"] >= since:
-                candidates.append(FirstError(attempt, record, ranks_with_errors(attempt)))
-            break
-    unnumbered = attempt_folder(folder, 0)
-    early = [record for record in read_errors(unnumbered) if record["time"] >= since]
-    if early:
-        ranks = {record["rank"] for record in early}
-        candidates.append(FirstError(unnumbered, min(early, key=itemgetter("time")), ranks))
-    return max(candidates, key=lambda first: first.record["time"], default=None)
+    newest = next(
+        (each for each in reversed(numbered_attempts(folder)) if ranks_with_errors(each)), None
+    )
+    attempts = [attempt for attempt in (newest, attempt_folder(folder, 0)) if attempt is not None]
+    errors = [
+        FirstError(attempt, record)
+        for attempt in attempts
+        if (record := earliest_error(attempt, since)) is not None
+    ]
+    return max(errors, key=lambda first: float(first.record["time"]), default=None)
 
 
 def summary(config: JobConfig, folder: Path, start: Start, last_step: int) -> list[str]:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.report.files import Row, read_metrics
-from torchtitan_like.util.run_directory import ENVIRONMENT, numbered_attempts
+from torchtitan_like.report.tolerant import METRICS_KINDS, Row, read_rows
+from torchtitan_like.util.run_directory import ENVIRONMENT, METRICS, numbered_attempts
 
 # Keys of metrics.jsonl that must not depend on layout or restarts.
 DATA_KEYS = ("n_tokens_seen", "num_valid_tokens", "data_digest", "data_digest_chain")
@@ -100,8 +100,8 @@ def compare_runs(a: Path, b: Path, *, data_only: bool = False) -> Comparison:
     data_only: only compare the keys that describe the data. Raises ValueError if a file is missing
     or damaged, or if no step is in both.
     """
-    rows_a = {row["step"]: row for row in read_metrics(a)}
-    rows_b = {row["step"]: row for row in read_metrics(b)}
+    rows_a = _rows_by_step(a)
+    rows_b = _rows_by_step(b)
     steps = sorted(rows_a.keys() & rows_b.keys())
     if not steps:
         raise ValueError(
@@ -118,6 +118,25 @@ def compare_runs(a: Path, b: Path, *, data_only: bool = False) -> Comparison:
         len(rows_b.keys() - rows_a.keys()),
         tuple(_compare_key(key, rows_a, rows_b, steps) for key in keys),
     )
+
+
+def _rows_by_step(run: Path) -> dict[int, Row]:
+    """Return all rows of a run. Raises ValueError without one, or if a line is damaged."""
+    file = run / METRICS if run.is_dir() else run
+    if not file.exists():
+        raise ValueError(
+            f"{file} does not exist. Expected the metrics of a run. "
+            "Give the folder of a run, or its metrics.jsonl."
+        )
+    rows, problems = read_rows(file, ("step",), METRICS_KINDS)
+    # A live run may be writing the last line.
+    if damage := [problem for problem in problems if "(incomplete)" not in problem]:
+        raise ValueError(f"{file.parent}: {damage[0]}. Expected a row in each line: delete them")
+    if not rows:
+        raise ValueError(
+            f"{file} has no step. Expected at least one: wait for the run's first step"
+        )
+    return {row["step"]: row for row in rows}
 
 
 def _compare_key(

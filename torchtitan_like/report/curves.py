@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_like.report.columns import Floats
+from torchtitan_like.report.events import (
+    EVENT_COLORS,
+    HIDDEN_EVENTS,
+    OTHER_EVENT_COLOR,
+    event_detail,
+)
 from torchtitan_like.report.history import History, validation_sets
-from torchtitan_like.report.recorded import as_time, rows_as_floats
+from torchtitan_like.report.recorded import rows_as_floats
 from torchtitan_like.report.summary import decimate, smoothed_loss, smoothing_window
-from torchtitan_like.report.tolerant import Floats, Row
-from torchtitan_like.util.jsonl import to_json_value
+from torchtitan_like.report.tolerant import Row, as_time
 from torchtitan_like.util.pictures import PALETTE
 from torchtitan_like.util.suggestions import nearest
 
 MAX_POINTS = 24_000  # on a page, of 8 bytes x 4 numbers, which base64 makes 43 bytes
 MIN_POINTS = 200  # of a curve
 MAX_EVENTS = 400  # of each kind that are drawn
-MAX_DETAIL = 400  # characters
-
-# Kind of event -> color; kinds that are not listed are gray.
-EVENT_COLORS = {
-    "save": "#56b4e9",
-    "spike": "#d55e00",
-    "spike_end": "#e69f00",
-    "bad_step": "#cc79a7",
-    "skipped step": "#cc79a7",
-    "stop": "#999999",
-    "resume": "#009e73",
-    "resume on another layout": "#009e73",
-    "config change": "#0072b2",
-}
-OTHER_EVENT_COLOR = "#999999"
-HIDDEN_EVENTS = ("start", "spike_bundle")  # at the step of a resume or a spike; listed, not drawn
 
 
 class ChartSpec(NamedTuple):
@@ -189,23 +178,11 @@ def build_marks(history: History) -> list[EventMarks]:
                 step,
                 history.tokens_at(step),
                 history.hours(rows_as_floats(drawn, "time")),
-                [event_detail(event)[:MAX_DETAIL] for event in drawn],
+                [event_detail(event) for event in drawn],
                 len(events),
             )
         )
     return marks
-
-
-def event_detail(event: Row) -> str:
-    """Return the fields of an event as text, without the fields that every event has."""
-    fields = {k: v for k, v in event.items() if k not in ("event", "time", "step")}
-    return ", ".join(f"{key} {_as_text(value)}" for key, value in fields.items())
-
-
-def _as_text(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return value if isinstance(value, str) else json.dumps(to_json_value(value), default=str)
 
 
 def _loss_chart(histories: Sequence[History]) -> Chart:

@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_like.report.columns import Columns, Floats
 from torchtitan_like.report.goodput import AttemptTimes, Goodput, Window, measure_goodput
 from torchtitan_like.report.recorded import (
     RecordedAttempt,
     RecordedRun,
-    as_time,
     read_run,
     rows_as_floats,
 )
 from torchtitan_like.report.redaction import redact
-from torchtitan_like.report.tolerant import Columns, Floats, Row
+from torchtitan_like.report.state import STOPPED
+from torchtitan_like.report.tolerant import Row, as_time
 
 LAYOUT_SETTINGS = "parallelism."
 # Settings that describe how a run was started, not what it computes.
@@ -166,7 +167,7 @@ class _Timeline:
         ]
         has_stopped = any(event["event"] == "stop" for event in events)
         ends = [start, *rows.times[-1:].tolist()]
-        is_open = is_newest and self._run.end is None and not attempt.error_times
+        is_open = is_newest and self._run.state.name != STOPPED
         if has_stopped or not is_open or len(ends) == 1:  # else its next rows are not yet written
             ends += [window.end for window in validations]
             ends += [time for e in events if (time := as_time(e.get("time"))) is not None]
@@ -273,12 +274,12 @@ def _describe_end(run: RecordedRun, attempt: RecordedAttempt, *, is_newest: bool
     if stops:
         stop = stops[-1]
         return f"{stop.get('reason')} ({stop.get('cause')}), code {stop.get('code')}"
-    if is_newest and run.end is not None:
-        return f"{run.end.reason}, code {run.end.code}"
+    if is_newest:
+        return run.state.line
     if attempt.error is not None:
         error = attempt.error
         return f"error on rank {error.get('rank')} in phase {error.get('phase')}"
-    return run.state.line if is_newest else "killed, or ended before training"
+    return "killed, or ended before training"
 
 
 # ---- events

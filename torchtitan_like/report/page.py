@@ -16,19 +16,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.report.curves import (
-    HIDDEN_EVENTS,
-    Chart,
-    EventMarks,
-    build_charts,
-    build_marks,
-    event_detail,
-)
+from torchtitan_like.report.curves import Chart, EventMarks, build_charts, build_marks
+from torchtitan_like.report.events import HIDDEN_EVENTS, event_detail
 from torchtitan_like.report.figures import draw
 from torchtitan_like.report.goodput import CLASSES
-from torchtitan_like.report.history import AttemptHistory, History
-from torchtitan_like.report.recorded import as_time
+from torchtitan_like.report.history import AttemptHistory, History, read_histories
 from torchtitan_like.report.summary import compare, plan_event, summarize
+from torchtitan_like.report.tolerant import as_time
+from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.run_directory import describe_error
 from torchtitan_like.util.units import format_bytes, format_duration
 
@@ -469,3 +464,43 @@ def _clock(seconds: float | None) -> str:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(seconds))
     except (OverflowError, OSError, ValueError):
         return str(seconds)
+
+
+# ---- files
+
+
+def write_pages(
+    page: Path, runs: Sequence[Path], every: float | None, *, is_redacted: bool
+) -> Iterator[int]:
+    """Write the page every some seconds until each run has an exit.json. None: write it once.
+
+    Yields the number of bytes of the first page and of the last one.
+    """
+    is_first = True
+    while True:
+        histories = read_histories(runs, is_redacted=is_redacted)
+        has_ended = all(history.run.state.end is not None for history in histories)
+        refresh_seconds = None if has_ended else every
+        num_bytes = write_page(
+            page, histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds
+        )
+        if is_first or refresh_seconds is None:
+            yield num_bytes
+        if refresh_seconds is None:
+            return
+        is_first = False
+        time.sleep(refresh_seconds)
+
+
+def write_page(
+    page: Path,
+    histories: Sequence[History],
+    *,
+    is_redacted: bool,
+    refresh_seconds: float | None = None,
+) -> int:
+    """Replace the page. Returns its number of bytes."""
+    text = render_page(histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds)
+    html = text.encode(errors="replace")
+    write_atomically(page, html)
+    return len(html)

@@ -11,7 +11,7 @@ from torchtitan_like.report.history import History
 from torchtitan_like.util.pictures import picture
 
 if TYPE_CHECKING:
-    from torchtitan_like.report.tolerant import Floats
+    from torchtitan_like.report.columns import Floats
 
 MAX_POINTS = 4000  # of a curve
 WIDTH, HEIGHT = 7.6, 3.0  # inches of each chart

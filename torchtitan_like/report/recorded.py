@@ -21,33 +21,25 @@ from typing import Any
 import numpy as np
 
 from torchtitan_like.config.layers import leaves
-from torchtitan_like.report.files import MAX_ROWS
-from torchtitan_like.report.state import RunState, find_state
-from torchtitan_like.report.tolerant import (
-    Columns,
-    Floats,
-    Row,
-    read_columns,
-    read_objects,
-)
+from torchtitan_like.report.columns import Columns, Floats, read_columns
+from torchtitan_like.report.state import UNREADABLE, RunState, find_state, require_run
+from torchtitan_like.report.tolerant import EVENT_KINDS, Row, as_time, read_rows
 from torchtitan_like.util.plan_file import MEMORY_STEP, MODULES_EVENT, TIME_STEP, Measured
 from torchtitan_like.util.reading import read_json, read_text
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     CONFIG,
     ENVIRONMENT,
+    EVALUATION,
     EVENTS,
-    EXIT,
     HEARTBEATS,
     LOGS,
     METRICS,
     VALIDATION,
-    RunEnd,
     files_of_ranks,
     log_file,
     numbered_attempts,
     read_errors,
-    read_exit,
     read_first_error,
     read_heartbeats,
 )
@@ -57,7 +49,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-EVAL = "eval.jsonl"
 MAX_WARNINGS = 200  # distinct ones of an attempt
 MAX_LOG_LINE = 2**16  # bytes that are read of a line
 MAX_ENVIRONMENT_BYTES = 2**20  # of each file
@@ -136,7 +127,6 @@ class RecordedRun:
     attempts: list[RecordedAttempt]
     checkpoints: list[RecordedCheckpoint]
     config: dict[str, Any]
-    end: RunEnd | None
     state: RunState
     problems: list[str]
 
@@ -147,18 +137,13 @@ class RecordedRun:
 
 def read_run(run: Path) -> RecordedRun:
     """Read a run directory. Raises ValueError if `run` is not one."""
-    names = (METRICS, EVENTS, CONFIG, ATTEMPTS)
-    if not any((run / name).exists() for name in names):
-        raise ValueError(
-            f"{run} is not the folder of a run: it has none of {', '.join(names)}. "
-            "Expected a job.dump_folder. Correct the path."
-        )
+    require_run(run)
     metrics, problems = read_columns(run / METRICS)
-    validation, more = read_objects(run / VALIDATION, "step")
+    validation, more = read_rows(run / VALIDATION, ("step",))
     problems += more
-    events, more = read_objects(run / EVENTS, "event")
+    events, more = read_rows(run / EVENTS, ("event",), EVENT_KINDS)
     problems += more
-    evals, more = read_objects(run / EVAL)
+    evals, more = read_rows(run / EVALUATION)
     problems += more
     discarded, discarded_validation = {}, []
     for file in sorted(run.glob("*.discarded-*.jsonl")):
@@ -168,10 +153,13 @@ def read_run(run: Path) -> RecordedRun:
         if f"{stem}.jsonl" == METRICS:
             discarded[int(number)], more = read_columns(file)
         else:
-            rows, more = read_objects(file, "step")
+            rows, more = read_rows(file, ("step",))
             discarded_validation += rows
         problems += more
     attempts = _read_attempts(run, events, problems)
+    state = find_state(run, time.time())
+    if state.name == UNREADABLE:
+        problems.append(state.detail)
     config = _read_settings(run / CONFIG, CONFIG, problems)
     if not config and attempts:
         config = attempts[-1].config
@@ -187,17 +175,9 @@ def read_run(run: Path) -> RecordedRun:
         attempts=attempts,
         checkpoints=_read_checkpoints(run, problems),
         config=config,
-        end=_read_end(run, problems),
-        state=find_state(run, _newest_steps(metrics), time.time()),
+        state=state,
         problems=problems,
     )
-
-
-def _newest_steps(metrics: Columns) -> list[Row]:
-    """Return step and time of the newest rows."""
-    steps, times = metrics.get("step")[-MAX_ROWS:], metrics.get("time")[-MAX_ROWS:]
-    pairs = zip(steps.tolist(), times.tolist(), strict=True)
-    return [{"step": step, "time": time} for step, time in pairs if as_time(time) is not None]
 
 
 def measured_steps(recorded: RecordedRun) -> Measured:
@@ -227,16 +207,6 @@ def measured_modules(recorded: RecordedRun) -> Any:
     number = recorded.attempts[-1].number
     events = [event for event in recorded.events if event.get("attempt") == number]
     return next((e.get("modules") for e in events if e.get("event") == MODULES_EVENT), {})
-
-
-def _read_end(run: Path, problems: list[str]) -> RunEnd | None:
-    try:
-        return read_exit(run)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        problems.append(f"{EXIT}: {type(error).__name__}: cannot be used")
-        return None
 
 
 def _read_settings(file: Path, label: str, problems: list[str]) -> dict[str, Any]:
@@ -397,13 +367,6 @@ def _read_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> RecordedCheck
 
 
 # ---- values
-
-
-def as_time(value: object) -> float | None:
-    """Return a value of a row as seconds since 1970; None if it is not a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    return float(value) if abs(value) < 1e12 else None
 
 
 def rows_as_floats(rows: Iterable[Row], key: str) -> Floats:

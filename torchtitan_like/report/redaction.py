@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from torchtitan_like.report.recorded import RecordedAttempt, RecordedRun, Warned
-from torchtitan_like.report.state import RunState
 
 REDACTED = "(redacted)"
 # Words in the names of settings and of keys of events whose values are paths, also without a slash.
@@ -34,7 +33,7 @@ def redact(run: RecordedRun, name: str) -> RecordedRun:
             for checkpoint in run.checkpoints
         ],
         config=_redact_fields(run.config, hosts),
-        state=RunState(run.state.name, run.state.reason, updated=run.state.updated),
+        state=replace(run.state, detail="", advice=""),
         problems=[REDACTED for _ in run.problems],
     )
 

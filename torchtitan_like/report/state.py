@@ -1,25 +1,33 @@
 """Find the state of a run from its files: running, hung or stopped, and why.
 
-`titan run ls`, `titan run watch` and `titan run report` show the same state.
+`titan run ls`, `titan run watch`, `titan run report`, the last lines of `titan train` and the
+programs of Slurm all show this state.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from torchtitan_like.report.files import Row, median_step_seconds
+from torchtitan_like.report.tolerant import Row, newest_events, newest_metrics
+from torchtitan_like.util.exit_codes import WORTH_A_RETRY, ExitCode
 from torchtitan_like.util.run_directory import (
-    CONFIG,
+    ATTEMPTS,
+    BAD_STEPS,
+    EVENTS,
+    EXIT,
     HEARTBEATS,
+    METRICS,
+    RunEnd,
+    attempt_folder,
+    earliest_error,
     files_of_ranks,
     newest_attempt,
     ranks_with_errors,
     read_exit,
-    read_first_error,
     read_heartbeats,
 )
 from torchtitan_like.util.units import format_clock
@@ -40,6 +48,9 @@ ERROR = "error"
 KILLED = "killed"
 LOST = "lost"
 
+# Ends that all ranks agreed on, after which the same command continues.
+RESUMABLE = (ExitCode.REQUEUE.reason, ExitCode.INTERRUPTED.reason)
+
 
 @dataclass(frozen=True)
 class RunState:
@@ -48,12 +59,17 @@ class RunState:
     name: `RUNNING`, `HUNG`, `STOPPED` or `UNREADABLE`. reason: of a stopped run, one word: that of
     exit.json, `ERROR`, `KILLED`, or `LOST` for an hour without a sign. detail: why it stopped or
     hangs, or the phase and step that it is in. updated: Unix time of the newest row or heartbeat.
+    end: content of exit.json. advice: what to do next, or "". silent_after: seconds without a sign
+    after which the run hangs.
     """
 
     name: str
     reason: str = ""
     detail: str = ""
     updated: float | None = None
+    end: RunEnd | None = None
+    advice: str = ""
+    silent_after: float = SILENT_SECONDS
 
     @property
     def label(self) -> str:
@@ -65,32 +81,52 @@ class RunState:
         """The state and the detail."""
         return f"{self.name}: {self.detail}" if self.detail else self.label
 
+    @property
+    def tone(self) -> str:
+        """How a view colors the state: "running", "done", "paused" or "failed"."""
+        if self.name == RUNNING:
+            return "running"
+        if self.reason == ExitCode.DONE.reason:
+            return "done"
+        return "paused" if self.reason in RESUMABLE else "failed"
 
-def find_state(run: Path, rows: Sequence[Row], now: float) -> RunState:
-    """Return the state of a run directory.
 
-    rows: the newest rows of metrics.jsonl, with step and time. now: Unix time.
-    """
+def is_run(folder: Path) -> bool:
+    """Return True if a run has written into the folder."""
+    return any((folder / name).exists() for name in (METRICS, EVENTS, ATTEMPTS, EXIT))
+
+
+def require_run(folder: Path) -> None:
+    """Raise ValueError if `folder` is not the folder of a run."""
+    if not is_run(folder):
+        raise ValueError(
+            f"{folder} is not the folder of a run: it has none of {METRICS}, {EVENTS}, {ATTEMPTS} "
+            f"and {EXIT}. Expected a job.dump_folder. Correct the path."
+        )
+
+
+def find_state(run: Path, now: float) -> RunState:
+    """Return the state of a run directory. now: Unix time."""
     try:
-        return _find_state(run, rows, now)
+        return _find_state(run, now)
     except (OSError, ValueError) as error:
         return RunState(UNREADABLE, detail=str(error))
 
 
-def _find_state(run: Path, rows: Sequence[Row], now: float) -> RunState:
+def _find_state(run: Path, now: float) -> RunState:
+    rows, _ = newest_metrics(run)
     attempt = newest_attempt(run)
-    try:
-        end = read_exit(run)
-    except FileNotFoundError:
-        pass
-    else:
-        where = "before the first step" if end.step is None else f"at step {end.step:,}"
-        silent = _ranks_without_error(attempt) if end.code else ""
-        detail = f"{end.reason} (code {end.code}) {where}{silent}"
-        return RunState(STOPPED, end.reason, detail, _last_sign(run, attempt, {}, rows))
     beats = {} if attempt is None else read_heartbeats(attempt, MAX_RANKS_READ)
     updated = _last_sign(run, attempt, beats, rows)
-    error = None if attempt is None else read_first_error(attempt)
+    with suppress(FileNotFoundError):
+        end = read_exit(run)
+        silent = _ranks_without_error(attempt) if end.code else ""
+        detail = f"{end}{_cause(run, end)}{silent}"
+        advice = _advice(attempt, end)
+        return RunState(STOPPED, end.reason, detail, updated, end, advice)
+    error = None if attempt is None else earliest_error(attempt)
+    # A start that failed before it had a number.
+    error = earliest_error(attempt_folder(run, 0), since=updated) or error
     if error is not None:
         detail = f"{_describe_error(error)}{_ranks_without_error(attempt)}"
         return RunState(STOPPED, ERROR, detail, updated)
@@ -98,33 +134,64 @@ def _find_state(run: Path, rows: Sequence[Row], now: float) -> RunState:
     if dead and len(dead) == len(beats):
         detail = f"killed: the processes of rank {format_ranks(dead)} are gone, without an error"
         return RunState(STOPPED, KILLED, detail, updated)
+    silent_after = max(SILENT_SECONDS, STALL_FACTOR * (median_step_seconds(rows) or 0.0))
     if dead:
         detail = f"the process of rank {format_ranks(dead)} is gone, without an error"
-        return RunState(HUNG, "", detail, updated)
+        return RunState(HUNG, "", detail, updated, silent_after=silent_after)
     silence = now - updated
     if silence > LOST_SECONDS:
-        detail = "no end recorded: killed with its machine, or hung"
+        detail = "lost: no sign for an hour, killed with its machine or hung"
         return RunState(STOPPED, LOST, detail, updated)
     position = _position(beats)
-    if silence > max(SILENT_SECONDS, STALL_FACTOR * (median_step_seconds(rows) or 0.0)):
+    if silence > silent_after:
         detail = f"no progress for {format_clock(silence)}{position and f', {position}'}"
-        return RunState(HUNG, "", detail, updated)
-    return RunState(RUNNING, "", position, updated)
+        return RunState(HUNG, "", detail, updated, silent_after=silent_after)
+    return RunState(RUNNING, "", position, updated, silent_after=silent_after)
+
+
+def step_seconds(rows: Sequence[Row]) -> list[float]:
+    """Return the seconds of each step whose previous step has a row too."""
+    pairs = zip(rows, rows[1:], strict=False)
+    return [b["time"] - a["time"] for a, b in pairs if b["step"] == a["step"] + 1]
+
+
+def median_step_seconds(rows: Sequence[Row]) -> float | None:
+    """Return the median of `step_seconds`; None if no two rows are neighbors."""
+    seconds = sorted(step_seconds(rows))
+    return seconds[len(seconds) // 2] if seconds else None
 
 
 def _last_sign(
-    run: Path, attempt: Path | None, beats: dict[int, Row], rows: Sequence[Row]
+    run: Path, attempt: Path | None, beats: Mapping[int, Row], rows: Sequence[Row]
 ) -> float:
     """Return the time of the newest row or heartbeat; before them, of the start of the attempt."""
     signs = [row["time"] for row in rows[-1:]]
     signs += [beat["time"] for beat in beats.values() if beat.get("time") is not None]
     if not signs:
-        start = run / CONFIG if attempt is None else attempt
-        signs.append(start.stat().st_mtime)
+        signs.append((run if attempt is None else attempt).stat().st_mtime)
     return float(max(signs))
 
 
-def _position(beats: dict[int, Row]) -> str:
+def _cause(run: Path, end: RunEnd) -> str:
+    """Return a text with the cause in the event of this end; "" if the reason is the cause."""
+    events, _ = newest_events(run)
+    stops = [event for event in events if event["event"] == "stop"]
+    cause = stops[-1].get("cause") if stops and stops[-1].get("code") == end.code else None
+    is_known = not isinstance(cause, str) or cause in (end.reason, "last_step")
+    return "" if is_known else f": {cause}"
+
+
+def _advice(attempt: Path | None, end: RunEnd) -> str:
+    """Return what to do after an end."""
+    if end.code == ExitCode.BAD_NUMBERS and attempt is not None:
+        bundles = {
+            int(path.stem[5:]): path for path in (attempt / BAD_STEPS).glob("step-[0-9]*.json")
+        }
+        return f"titan run replay {bundles[max(bundles)]}" if bundles else ""
+    return "The same command continues the run." if end.code in WORTH_A_RETRY else ""
+
+
+def _position(beats: Mapping[int, Row]) -> str:
     """Return the phase and step of the rank that is behind the others."""
     if not beats:
         return ""
@@ -133,7 +200,7 @@ def _position(beats: dict[int, Row]) -> str:
     return f"{beat.get('phase')} at step {step:,}" if step else str(beat.get("phase"))
 
 
-def _is_process_gone(beat: dict[str, Any]) -> bool:
+def _is_process_gone(beat: Row) -> bool:
     """Return True if the process of a heartbeat was on this machine and is gone before its end."""
     pid, time = beat.get("pid"), beat.get("time")
     if beat.get("host") != socket.gethostname() or beat.get("phase") == "end":
@@ -168,7 +235,11 @@ def _ranks_without_error(attempt: Path | None) -> str:
     if attempt is None or not failed:
         return ""
     silent = sorted(files_of_ranks(attempt / HEARTBEATS).keys() - failed)
-    return f"; no error of rank {format_ranks(silent)}: killed, or it hung" if silent else ""
+    if not silent:
+        return ""
+    return (
+        f"; no error of rank {format_ranks(silent)}: killed (out of memory? see dmesg), or it hung"
+    )
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

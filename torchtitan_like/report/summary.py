@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from torchtitan_like.report.columns import Floats
 from torchtitan_like.report.history import (
     Changes,
     History,
@@ -18,7 +19,6 @@ from torchtitan_like.report.history import (
     validation_loss,
     validation_sets,
 )
-from torchtitan_like.report.tolerant import Floats
 from torchtitan_like.util.plan_file import EVENT as PLAN_EVENT
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)  # of the shortest run, where losses are compared

@@ -19,16 +19,18 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import published_steps
+from torchtitan_like.report.state import find_state
 from torchtitan_like.util.exit_codes import CRASH, WORTH_A_RETRY, WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.reading import INTEGER, check_kinds, read_json
-from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config, read_exit
+from torchtitan_like.util.run_directory import EXIT, STARTS, parse_config
 
 NEEDED = (
     ("job", "dump_folder"),
@@ -86,7 +88,7 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
     """
     folder = _run_folder(config)
     step = _newest_step(config)
-    code, reason_of_code = _code_of_run(folder, srun_code)
+    code, state = _code_of_run(folder, srun_code)
     num_stalled = 0 if step > first else _count_stalled_starts(folder) + 1
     uncounted = ""
     try:
@@ -95,25 +97,21 @@ def after(config: dict[str, Any], first: int, srun_code: int) -> int:
         uncounted = str(error)
     reason = _reason_to_end(config, code, num_stalled, uncounted)
     decision = f"the job ends: {reason}" if reason else "the job is queued again"
-    show_error(
-        f"The run has ended with {reason_of_code}, its newest checkpoint is of step {step}; "
-        f"{decision}."
-    )
+    show_error(f"The run is {state}. Its newest checkpoint is of step {step}; {decision}.")
     print(code)
     return 0 if reason else int(ExitCode.REQUEUE)
 
 
 def _code_of_run(folder: Path, srun_code: int) -> tuple[int, str]:
-    """Return the run's exit code, and a phrase that names its source."""
+    """Return the run's exit code, and its state."""
     # A rank rejected the arguments or the configuration. Another rank that waited may have written
     # exit.json.
     if srun_code in (WRONG_INPUT, ExitCode.BAD_CONFIG):
-        return srun_code, f"code {srun_code}"
-    try:
-        code = read_exit(folder).code
-    except (OSError, ValueError):  # srun's other codes are not codes of the run
-        return CRASH, f"code {CRASH}, without an exit.json (srun returned {srun_code})"
-    return code, f"code {code}"
+        return srun_code, f"rejected by a rank (code {srun_code})"
+    state = find_state(folder, time.time())
+    if state.end is None:  # srun's other codes are not codes of the run
+        return CRASH, f"{state.line} (no exit.json; srun returned {srun_code})"
+    return state.end.code, state.line
 
 
 def _reason_to_end(

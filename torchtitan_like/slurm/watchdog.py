@@ -1,6 +1,6 @@
-"""Observe a run from outside, from a batch job or cron: its job, its log, and its disk.
+"""Observe a run from outside, from a batch job or cron: its job, its state, and its disk.
 
-    python -m torchtitan_like.slurm.watchdog log outputs/metrics.jsonl --max-silence 60
+    python -m torchtitan_like.slurm.watchdog run outputs --max-silence 60
 
 Prints one line. Returns 0 if all is well, 1 for an alert, and 2 if it cannot be determined.
 --free-command is a site's quota tool. Many file systems slow down from 80 % on: leave room.
@@ -26,8 +26,9 @@ from torchtitan_like.report.disk import (
     free_space,
     newest_checkpoint,
 )
+from torchtitan_like.report.state import find_state, is_run
 from torchtitan_like.slurm.templates.notify import run_command
-from torchtitan_like.util.exit_codes import WRONG_INPUT
+from torchtitan_like.util.exit_codes import WORTH_A_RETRY, WRONG_INPUT, ExitCode
 from torchtitan_like.util.output import show_problem
 from torchtitan_like.util.units import GIB
 
@@ -66,14 +67,22 @@ def observe_job(
     return Observation(f"job {name}: {', '.join(alive) or 'neither running nor queued'}", not alive)
 
 
-def observe_log(file: Path, max_silence: float, now: float) -> Observation:
-    """Return whether `file` was written in the last `max_silence` minutes."""
-    try:
-        silence = (now - file.stat().st_mtime) / 60
-    except FileNotFoundError:
-        return Observation(f"log {file}: it does not exist", True)
-    message = f"log {file}: written {silence:.0f} min ago (at most {max_silence:g})"
-    return Observation(message, silence > max_silence)
+def observe_run(run: Path, max_silence: float, now: float) -> Observation:
+    """Return the state of a run, as `titan run ls` shows it.
+
+    It is an alert if a person must act: after an end that a new start does not help, and after
+    `max_silence` minutes without a sign of a run that is not done.
+    """
+    if not is_run(run):
+        return Observation(f"run {run}: no run has started in this folder", True)
+    state = find_state(run, now)
+    if state.updated is None:
+        return Observation(f"run {run}: {state.line}", True)
+    silence = (now - state.updated) / 60
+    message = f"run {run}: {state.line}; last sign {silence:.0f} min ago (at most {max_silence:g})"
+    if state.end is None or state.end.code in WORTH_A_RETRY:
+        return Observation(message, silence > max_silence)
+    return Observation(message, state.end.code != ExitCode.DONE)
 
 
 def observe_disk(
@@ -146,9 +155,9 @@ def _parser() -> argparse.ArgumentParser:
     kinds = parser.add_subparsers(dest="kind", required=True)
     job = kinds.add_parser("job", parents=[common], help="is a job running or queued?")
     job.add_argument("name", help="the job's name (sbatch --job-name)")
-    log = kinds.add_parser("log", parents=[common], help="has a file grown recently?")
-    log.add_argument("file", type=Path)
-    log.add_argument("--max-silence", type=float, default=30, metavar="MINUTES")
+    run = kinds.add_parser("run", parents=[common], help="does a run move, or is it done?")
+    run.add_argument("run", type=Path, help="the folder of the run (job.dump_folder)")
+    run.add_argument("--max-silence", type=float, default=30, metavar="MINUTES")
     disk = kinds.add_parser("disk", parents=[common], help="is there room for checkpoints?")
     disk.add_argument("path", type=Path, nargs="+", help="a run's folder, or any on the disk")
     disk.add_argument("--min-free-gib", type=float, default=0, metavar="N")
@@ -167,8 +176,8 @@ def _parser() -> argparse.ArgumentParser:
 def _observe(arguments: argparse.Namespace) -> list[Observation]:
     if arguments.kind == "job":
         return [observe_job(arguments.name)]
-    if arguments.kind == "log":
-        return [observe_log(arguments.file, arguments.max_silence, time.time())]
+    if arguments.kind == "run":
+        return [observe_run(arguments.run, arguments.max_silence, time.time())]
     limits = Limits(
         free_gib=arguments.min_free_gib,
         free_inodes=arguments.min_free_inodes,

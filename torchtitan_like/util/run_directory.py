@@ -94,6 +94,10 @@ class RunEnd(NamedTuple):
     code: int
     step: int | None
 
+    def __str__(self) -> str:
+        where = "before the first step" if self.step is None else f"at step {self.step:,}"
+        return f"{self.reason} (code {self.code}) {where}"
+
 
 class Switches(NamedTuple):
     """Paths of the switch files of a run."""
@@ -258,11 +262,11 @@ def ranks_with_errors(attempt: Path) -> set[int]:
 
 
 def read_errors(attempt: Path) -> list[dict[str, Any]]:
-    """Read the error records of an attempt.
+    """Read the error records of an attempt. Raises OSError, and ValueError if one is malformed.
 
     The earliest error is the cause: the other ranks then fail on broken connections.
     """
-    return [dict(read_json(path)) for path in files_of_ranks(attempt / ERRORS).values()]
+    return [_read_error(path) for path in files_of_ranks(attempt / ERRORS).values()]
 
 
 def read_first_error(attempt: Path) -> dict[str, Any] | None:
@@ -270,13 +274,30 @@ def read_first_error(attempt: Path) -> dict[str, Any] | None:
 
     Raises ValueError if it is malformed.
     """
-    path = attempt / ERRORS / FIRST_ERROR
     try:
-        record = read_json(path)
+        return _read_error(attempt / ERRORS / FIRST_ERROR)
     except OSError:
         return None
-    if not isinstance(record, dict):
-        raise ValueError(f"{path} is malformed. Expected a JSON object: remove it.")
+
+
+def earliest_error(attempt: Path, since: float = 0.0) -> dict[str, Any] | None:
+    """Return the earliest error record of an attempt since then; None without one.
+
+    Thousands of ranks write thousands of records. For an attempt with a number, only the first one
+    is read. Raises OSError, and ValueError if one is malformed.
+    """
+    first = read_first_error(attempt) if attempt.name != "0" else None
+    records = read_errors(attempt) if first is None else [first]
+    recent = [record for record in records if record.get("time", 0.0) >= since]
+    return min(recent, key=lambda record: float(record.get("time", 0.0)), default=None)
+
+
+def _read_error(path: Path) -> dict[str, Any]:
+    try:
+        record = dict(read_json(path))
+        check_kinds(record, {"time": FINITE})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is malformed: {error}. Expected an error: remove it.") from error
     return record
 
 

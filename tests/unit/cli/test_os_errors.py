@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_step(folder / "checkpoint/step-7", MODEL)
     shutil.copy(DATASETS["shakespeare_validation"].file, folder / "corpus.jsonl")
     shutil.copytree(TOKENIZER, folder / "tokenizer")
-    (folder / "run").mkdir()
+    (folder / "run/attempts").mkdir(parents=True)
     switch = f'[resilience]\nkill_switch_path = "{LOCKED}/KILL"\n'
     (folder / "run/config.toml").write_text(switch)
     (folder / "file").touch()

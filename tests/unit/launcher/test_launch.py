@@ -543,7 +543,7 @@ def test_a_secret_in_a_setting_is_not_printed(shell: Shell) -> None:
     ("run", "code", "text"),
     [
         (WRITE_EXIT_JSON % ("done", 0), 0, "--prompt"),
-        (WRITE_EXIT_JSON % ("requeue", 75), 75, "Stopped at step 7: requeue (code 75)"),
+        (WRITE_EXIT_JSON % ("requeue", 75), 75, "stopped: requeue (code 75) at step 7"),
         (WRITE_EXIT_JSON % ("requeue", 75), 75, "Resume at step 7 (the same command): "),
         ("true", 1, "The run ended with code 0, but did not write"),
         ("echo [] >outputs/exit.json", 1, "exit.json is malformed: "),
@@ -624,7 +624,7 @@ def test_one_rank_and_two_ranks_end_with_the_same_message(
     [message] = result.stderr.splitlines()
     assert (
         message
-        == f"Stopped at step 7: {reason} (code {code}); logs: {shell.folder}/outputs/attempts"
+        == f"stopped: {reason} (code {code}) at step 7; logs: {shell.folder}/outputs/attempts"
     )
 
 
@@ -633,9 +633,7 @@ def test_an_unrecorded_error_is_not_reported_as_a_kill(shell: Shell) -> None:
     result = shell(NGPU="1", RUN="echo ValueError: the cause >&2; exit 1")
     error, message = result.stderr.splitlines()
     assert result.returncode == 1 and error == "ValueError: the cause"
-    assert message.endswith(
-        "outputs/attempts: it was killed, or its error is above and could not be written"
-    )
+    assert message.startswith("stopped: killed, or its error is above and could not be written")
 
 
 @pytest.mark.parametrize(
@@ -651,11 +649,11 @@ def test_an_unrecorded_error_is_not_reported_as_a_kill(shell: Shell) -> None:
         ),
         (
             {0: "RuntimeError: gloo/pair.cc: Connection closed by peer"},
-            "NO ERROR of rank 1: killed",
+            "no error of rank 1: killed",
             69,
         ),
         ({0: "ValueError: the cause"}, "ValueError: the cause", 1),
-        ({}, "no rank has recorded an error", 1),
+        ({}, "stopped: killed, or its error is above", 1),
     ],
     ids=[
         "one rank raised",
@@ -883,7 +881,7 @@ def test_a_signal_before_the_first_step_is_not_a_crash(
         (shell.folder / "ready").unlink()
     assert process.returncode == code
     assert (
-        f"Stopped before the first step: {reason} (code {code})" in stderr and "crash" not in stderr
+        f"stopped: {reason} (code {code}) before the first step" in stderr and "crash" not in stderr
     )
     written = json.loads((shell.folder / "outputs/exit.json").read_text())
     assert written == {"reason": reason, "code": code, "step": None}
@@ -899,7 +897,7 @@ def test_a_rank_killed_after_a_signal_is_a_crash(shell: Shell) -> None:
         _, stderr = process.communicate(timeout=200)
     finally:
         (shell.folder / "ready").unlink()
-    assert process.returncode == 1 and "The run has crashed" in stderr
+    assert process.returncode == 1 and "stopped: killed, or its error" in stderr
     assert not (shell.folder / "outputs/exit.json").exists()
 
 
@@ -910,7 +908,7 @@ def test_ranks_stopped_during_imports_return_the_code_of_the_signal(
     """Only the ranks received the signal, not the launcher."""
     result = shell(RUN=f"exit {code}")
     assert result.returncode == code
-    assert result.stderr.startswith(f"Stopped before the first step: {reason} (code {code})")
+    assert result.stderr.startswith(f"stopped: {reason} (code {code}) before the first step")
     assert json.loads((shell.folder / "outputs/exit.json").read_text())["code"] == code
 
 
@@ -935,7 +933,7 @@ def test_a_run_with_an_unwritable_folder_reports_how_it_ended(shell: Shell, code
         RUN=f"mkdir {folder}; echo '{end}' >{folder}/exit.json; echo {folder} >folder; exit {code}"
     )
     assert result.returncode == 74
-    assert result.stderr.startswith("Stopped at step 7: storage (code 74)")
+    assert result.stderr.startswith("stopped: storage (code 74) at step 7")
     assert not Path((shell.folder / "folder").read_text().strip()).exists()
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.unit.report.run_folder import Row, step_row, write_rows
-from torchtitan_like.report import tolerant
-from torchtitan_like.report.tolerant import Columns, read_columns
+from torchtitan_like.report import columns
+from torchtitan_like.report.columns import Columns, read_columns
 
 
 def rows_of(steps: range) -> list[Row]:
@@ -68,9 +68,9 @@ def test_blocks_are_read_like_single_lines(
 ) -> None:
     file = tmp_path / "metrics.jsonl"
     file.write_bytes(lines(rows_of(range(1, 201))) + DAMAGE[damage])
-    monkeypatch.setattr(tolerant, "BLOCK", 2**30)  # a smaller block is read line by line
+    monkeypatch.setattr(columns, "BLOCK_ROWS", 10**6)  # a smaller block is read line by line
     by_line, problems = read_columns(file)
-    monkeypatch.setattr(tolerant, "BLOCK", 4000)
+    monkeypatch.setattr(columns, "BLOCK_ROWS", 20)
     by_block, block_problems = read_columns(file)
     assert_equal_tables(by_block, by_line)
     assert block_problems == problems
@@ -80,14 +80,11 @@ def test_most_blocks_are_parsed_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     """Else long files are read four times slower."""
     file = tmp_path / "metrics.jsonl"
     write_rows(file, rows_of(range(1, 1001)))
-    monkeypatch.setattr(tolerant, "BLOCK", 4000)
-    results: list[bool] = []
-    original = tolerant.RowReader._read_at_once
-
-    def record(reader: tolerant.RowReader, block: bytes) -> bool:
-        results.append(original(reader, block))
-        return results[-1]
-
-    monkeypatch.setattr(tolerant.RowReader, "_read_at_once", record)
+    monkeypatch.setattr(columns, "BLOCK_ROWS", 20)
+    results = []
+    original = columns._parse
+    monkeypatch.setattr(
+        columns, "_parse", lambda lines: results.append(original(lines)) or results[-1]
+    )
     read_columns(file)
-    assert results.count(False) <= 5 < 20 < results.count(True)  # first, NaN, late column, last
+    assert len(results) == 50 and results.count(None) == 1  # the row with NaN

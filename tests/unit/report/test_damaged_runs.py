@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.unit.report.run_folder import step_row, write_killed_run, write_rows, write_steady_run
 from torchtitan_like.report import tolerant
+from torchtitan_like.report.columns import read_columns
 from torchtitan_like.report.history import build_history
 from torchtitan_like.report.recorded import read_run
 from torchtitan_like.report.summary import summarize
-from torchtitan_like.report.tolerant import read_columns
 
 
 def test_a_torn_last_line_and_damaged_lines_lose_no_other_row(tmp_path: Path) -> None:
@@ -29,7 +29,8 @@ def test_a_torn_last_line_and_damaged_lines_lose_no_other_row(tmp_path: Path) ->
     assert columns.get("step").tolist() == [1, 2, 6]
     assert problems == [
         "metrics.jsonl: skipped 2 of 9 lines (not a JSON object): line 3, 4",
-        "metrics.jsonl: skipped 2 of 9 lines (no step number): line 5, 7",
+        "metrics.jsonl: skipped 1 of 9 lines (no step): line 5",
+        "metrics.jsonl: skipped 1 of 9 lines (step is not a step number): line 7",
         "metrics.jsonl: skipped 1 of 9 lines (incomplete): line 9",
     ]
 

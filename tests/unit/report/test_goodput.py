@@ -119,11 +119,18 @@ def test_a_clock_that_is_set_back_is_counted_and_loses_no_second(
     assert goodput.wall == pytest.approx(22.0)
 
 
-def test_the_newest_rows_of_a_live_run_are_not_lost(tmp_path: Path) -> None:
+def test_the_newest_rows_of_a_live_run_are_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next rows are not written yet. Once it has stopped, the time after the last row is lost."""
     run = write_steady_run(tmp_path)
     write_rows(run / "events.jsonl", [start_event(1, 1000.0)])
     write_rows(run / "attempts/1/heartbeat/rank-0.json", [{"time": 1090.0, "host": "a"}])
-    assert nonzero(of_folder(run)) == pytest.approx({"start_up": 12.0, "training": 38.0})
+    monkeypatch.setattr("torchtitan_like.report.recorded.time.time", lambda: 1095.0)
+    live = {"start_up": 12.0, "training": 38.0}
+    assert nonzero(of_folder(run)) == pytest.approx(live)
+    monkeypatch.setattr("torchtitan_like.report.recorded.time.time", lambda: 9000.0)
+    assert nonzero(of_folder(run)) == pytest.approx(live | {"repeated": 40.0})
 
 
 def test_without_attempts_and_events_the_run_starts_at_its_first_row(tmp_path: Path) -> None:

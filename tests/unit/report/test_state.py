@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import html
+import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tests.unit.report.run_folder import Row, step_row, write_rows, write_steady_run
-from torchtitan_like.report.files import newest_metrics
+from torchtitan_like.cli import main
+from torchtitan_like.config import load_config
+from torchtitan_like.launcher.outcome import Start, report_end
+from torchtitan_like.report.history import build_history
 from torchtitan_like.report.recorded import read_run
+from torchtitan_like.report.runs import list_runs
 from torchtitan_like.report.state import LOST_SECONDS, RunState, find_state
+from torchtitan_like.report.summary import summarize
+from torchtitan_like.report.watch import Status
+from torchtitan_like.slurm import job as slurm_job
+from torchtitan_like.slurm.watchdog import observe_run
+from torchtitan_like.util.run_directory import RunEnd, write_exit
 
 
 def append_rows(run: Path, *rows: Row) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def read_state(run: Path, now: float) -> RunState:
-    return find_state(run, newest_metrics(run), now)
 
 
 def write_heartbeats(run: Path, pids: list[int], *, host: str = "", phase: str = "step") -> None:
@@ -51,49 +62,51 @@ def ended_pid() -> int:
 def test_a_running_run_has_a_position(run: Path) -> None:
     append_rows(run, step_row(21, 1052.0), step_row(22, 1054.0))
     write_heartbeats(run, [os.getpid()], host="elsewhere")
-    assert read_state(run, 1055.0) == RunState("running", "", "step at step 21", 1054.0)
+    assert find_state(run, 1055.0) == RunState("running", "", "step at step 21", 1054.0)
 
 
 def test_a_run_without_progress_hangs_and_later_counts_as_stopped(run: Path) -> None:
     write_heartbeats(run, [1, 1], host="elsewhere")
-    assert read_state(run, 1051.0 + 59).name == "running"
-    hung = read_state(run, 1051.0 + 65)
+    assert find_state(run, 1051.0 + 59).name == "running"
+    hung = find_state(run, 1051.0 + 65)
     assert (hung.name, hung.detail) == ("hung", "no progress for 1:05 min, step at step 21")
-    lost = read_state(run, 1051.0 + LOST_SECONDS + 1)
-    assert lost.label == "stopped: lost" and lost.detail.startswith("no end recorded")
+    lost = find_state(run, 1051.0 + LOST_SECONDS + 1)
+    assert lost.label == "stopped: lost" and lost.line.startswith(
+        "stopped: lost: no sign for an hour"
+    )
 
 
 def test_slow_steps_are_not_hung(run: Path) -> None:
     write_rows(run / "metrics.jsonl", [step_row(n, 1000.0 + 100 * n) for n in range(1, 11)])
-    assert read_state(run, 2000.0 + 490).name == "running"
-    assert read_state(run, 2000.0 + 510).name == "hung"
+    assert find_state(run, 2000.0 + 490).name == "running"
+    assert find_state(run, 2000.0 + 510).name == "hung"
 
 
 def test_the_reason_of_an_end(run: Path, ended_pid: int) -> None:
     write_heartbeats(run, [ended_pid])
     (run / "exit.json").write_text('{"reason": "done", "code": 0, "step": 20}')
-    state = read_state(run, 1e9)
+    state = find_state(run, 1e9)
     assert state.label == "stopped: done" and state.line == "stopped: done (code 0) at step 20"
     (run / "exit.json").write_text("{")
-    assert read_state(run, 1e9).name == "unreadable"
+    assert find_state(run, 1e9).name == "unreadable"
 
 
 def test_a_killed_process_stops_the_run(run: Path, ended_pid: int) -> None:
     write_heartbeats(run, [ended_pid])
-    state = read_state(run, 1052.0)
+    state = find_state(run, 1052.0)
     assert state.label == "stopped: killed"
     assert state.detail == "killed: the processes of rank 0 are gone, without an error"
     write_heartbeats(run, [os.getpid(), ended_pid])
     heartbeat = run / "attempts/1/heartbeat/rank-0.json"
     heartbeat.write_text(heartbeat.read_text().replace("1051.0", "1e11"))  # since this process
-    state = read_state(run, 1052.0)
+    state = find_state(run, 1052.0)
     assert state.name == "hung"
     assert state.detail == "the process of rank 1 is gone, without an error"
 
 
 def test_the_number_of_a_process_may_belong_to_a_new_one(run: Path) -> None:
     write_heartbeats(run, [os.getpid()])  # of 1051 s, long before this process
-    assert read_state(run, 1052.0).name == "stopped"
+    assert find_state(run, 1052.0).name == "stopped"
 
 
 @pytest.mark.parametrize("change", [{"host": "elsewhere"}, {"phase": "end"}])
@@ -101,7 +114,7 @@ def test_processes_of_other_machines_and_ended_ones_are_not_killed(
     run: Path, ended_pid: int, change: dict[str, str]
 ) -> None:
     write_heartbeats(run, [ended_pid], **change)
-    assert read_state(run, 1052.0).name == "running"
+    assert find_state(run, 1052.0).name == "running"
 
 
 def test_the_first_error_and_the_ranks_without_one_are_the_reason(run: Path) -> None:
@@ -112,20 +125,119 @@ def test_the_first_error_and_the_ranks_without_one_are_the_reason(run: Path) -> 
         write_rows(run / f"attempts/1/errors/{name}.json", [error])
     expected = (
         "error on rank 0 in phase step at step 21: RuntimeError: Connection closed by peer; "
-        "no error of rank 1: killed, or it hung"
+        "no error of rank 1: killed (out of memory? see dmesg), or it hung"
     )
-    assert read_state(run, 1053.0).detail == expected
+    assert find_state(run, 1053.0).detail == expected
     (run / "exit.json").write_text('{"reason": "lost_peer", "code": 69, "step": 21}')
-    expected = "lost_peer (code 69) at step 21; no error of rank 1: killed, or it hung"
-    assert read_state(run, 1053.0).detail == expected
+    expected = "lost_peer (code 69) at step 21; no error of rank 1: killed (out of memory? see dmesg), or it hung"
+    assert find_state(run, 1053.0).detail == expected
 
 
 def test_a_new_attempt_runs_again(run: Path) -> None:
     error = {"rank": 0, "phase": "step", "step": 21, "traceback": "x"}
     write_rows(run / "attempts/1/errors/first.json", [error])
-    assert read_state(run, 1053.0).name == "stopped"
+    assert find_state(run, 1053.0).name == "stopped"
     (run / "attempts/2").mkdir()
-    assert read_state(run, 1053.0).name == "running"
+    assert find_state(run, 1053.0).name == "running"
+
+
+# ---- one word in every view
+
+NOW = 1055.0
+JOB_CONFIG = """
+[job]
+dump_folder = "%s"
+[training]
+steps = 40
+[checkpoint]
+enable = false
+folder = "checkpoint"
+[resilience]
+kill_switch_path = "KILL"
+"""
+
+
+def _write_error(run: Path) -> None:
+    write_heartbeats(run, [1], host="elsewhere")
+    error = {"rank": 0, "phase": "step", "step": 21, "time": 1052.0, "host": "a", "gpu": None}
+    error["traceback"] = "Traceback\n  File x\nValueError: the cause\n"
+    for name in ("first", "rank-0"):
+        write_rows(run / f"attempts/1/errors/{name}.json", [error])
+
+
+def _write_only_exit(run: Path) -> None:
+    shutil.rmtree(run)
+    write_exit(run, RunEnd("bad_config", 78, None))
+
+
+def _append_damage(run: Path) -> None:
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 21, "loss": \n\xff\n{"step": "x"}\n{"step": 22, "time": "no"}\n{"st')
+
+
+# Content of a run directory, and its state. `run` is of 5 s ago.
+VIEWS: dict[str, tuple[Callable[[Path, int], object], str]] = {
+    "running": (lambda run, _: write_heartbeats(run, [1], host="elsewhere"), "running"),
+    "started": (lambda run, _: (run / "attempts/1").mkdir(parents=True), "running"),
+    "hung": (
+        lambda run, _: write_rows(run / "metrics.jsonl", [step_row(1, NOW - 70.0)]),
+        "hung",
+    ),
+    "lost": (
+        lambda run, _: write_rows(run / "metrics.jsonl", [step_row(1, NOW - 4000.0)]),
+        "stopped: lost",
+    ),
+    "crashed": (lambda run, _: _write_error(run), "stopped: error"),
+    "killed": (lambda run, ended_pid: write_heartbeats(run, [ended_pid]), "stopped: killed"),
+    "a rank killed": (
+        lambda run, _: (_write_error(run), write_exit(run, RunEnd("lost_peer", 69, 21))),
+        "stopped: lost_peer",
+    ),
+    "preempted": (lambda run, _: write_exit(run, RunEnd("requeue", 75, 20)), "stopped: requeue"),
+    "completed": (lambda run, _: write_exit(run, RunEnd("done", 0, 20)), "stopped: done"),
+    "never started": (lambda run, _: _write_only_exit(run), "stopped: bad_config"),
+    "damaged rows": (lambda run, _: _append_damage(run), "running"),
+    "damaged config": (lambda run, _: (run / "config.toml").write_text("["), "running"),
+    "damaged end": (lambda run, _: (run / "exit.json").write_text("{"), "unreadable"),
+}
+
+
+@pytest.mark.parametrize("case", VIEWS)
+def test_every_view_shows_the_same_state(
+    case: str,
+    run: Path,
+    ended_pid: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write, label = VIEWS[case]
+    write(run, ended_pid)
+    monkeypatch.setattr(time, "time", lambda: NOW)
+    name, _, reason = label.partition(": ")
+    state = find_state(run, NOW)
+    assert (state.label, state.line.startswith(label)) == (label, True)
+    (summary,) = list_runs(run.parent, NOW)
+    assert f" {label} " in summary.format_row(NOW)
+    status = Status.read(run, NOW)
+    assert name == "running" or state.line in "\n".join(status.lines())
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(status.view())
+    assert console.export_text().splitlines()[0].rstrip() == f"run  {label}"
+    numbers = summarize(build_history(read_run(run)))
+    assert (numbers["state"], numbers["state_reason"]) == (name, reason)
+    assert main(["run", "report", str(run), "-o", str(run.parent / "page.html")]) == 0
+    assert html.escape(state.line) in (run.parent / "page.html").read_text()
+    assert f"run {run}: {state.line}; " in observe_run(run, 30, NOW).message + "; "
+    monkeypatch.setattr(sys, "stdin", io.StringIO(JOB_CONFIG % run))
+    capsys.readouterr()
+    slurm_job.main(["after", "0", "1"])
+    assert f"The run is {state.line}" in capsys.readouterr().err
+    if name == "stopped" and reason not in ("lost", "killed"):  # ends that a launcher reports
+        config = load_config(["--job.dump_folder", str(run)])
+        code = 1 if state.end is None else state.end.code
+        report_end(config, code, None, Start(0.0, 1, "titan train", ["titan"]))
+        last_words = capsys.readouterr()
+        assert reason == "done" or label in last_words.err, last_words
 
 
 DAMAGE = [b"", b"\0\xff{[", b"[]\n", b"[7]", b"7", b'{"time": "x"}\n']
@@ -139,13 +251,4 @@ def test_damaged_files_have_a_state(run: Path, name: str, content: bytes) -> Non
     file = run / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(content)
-    assert read_state(run, 1053.0).name
-
-
-def test_a_report_skips_damaged_rows(run: Path) -> None:
-    """They make a run unreadable for `titan run ls`."""
-    write_heartbeats(run, [1], host="elsewhere")
-    with (run / "metrics.jsonl").open("ab") as file:
-        file.write(b'{"step": 21, "loss": \n\xff\n{"step": "x"}\n{"step": 22, "time": "no"}\n{"st')
-    state = read_run(run).state
-    assert (state.label, state.updated) == ("stopped: lost", 1051.0)
+    assert find_state(run, 1053.0).name

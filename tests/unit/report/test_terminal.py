@@ -18,7 +18,7 @@ from rich.console import Console
 
 from tests.unit.report.run_folder import event, step_row, write_killed_run, write_rows
 from torchtitan_like.cli import main
-from torchtitan_like.report.terminal import BARS, sparkline, status_view
+from torchtitan_like.report.watch import BARS, Status, sparkline
 
 NOW = 1_000_000.0
 
@@ -36,7 +36,7 @@ def write_live_run(run: Path, num_steps: int = 10) -> Path:
 
 def view_of(run: Path) -> list[str]:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(status_view(run, NOW))
+    console.print(Status.read(run, NOW).view())
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 
@@ -69,7 +69,7 @@ def test_the_view_shows_progress_loss_rate_and_events(tmp_path: Path) -> None:
     assert lines[4].startswith("loss 7.9000, grad_norm 1.0000")
     assert "2 s per step: 3:00 min left" in lines[5]
     assert [line[9:] for line in lines[-5:]] == [
-        f"save at step {n}: attempt 1, seconds 1.5" for n in range(4, 9)
+        f"save at step {n}: attempt 1, 1.50 s" for n in range(4, 9)
     ]
 
 
@@ -148,7 +148,7 @@ def test_events_that_cannot_be_used_do_not_hide_the_run(tmp_path: Path) -> None:
     write_rows(run / "events.jsonl", [{"time": NOW}])
     lines = view_of(run)
     assert lines[1] == "step 10 of 100 (2 s ago), 640 tokens"
-    assert "events.jsonl has a row without event" in " ".join(lines)
+    assert "end of events.jsonl: skipped 1 of 1 lines (no event)" in " ".join(lines)
 
 
 def test_a_file_cannot_control_the_terminal(tmp_path: Path) -> None:

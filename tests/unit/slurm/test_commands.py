@@ -173,7 +173,6 @@ def test_a_limit_of_starts_that_is_not_a_number_is_refused(
 
 def test_the_example_of_the_watchdog_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "outputs").mkdir()
-    (tmp_path / "outputs/metrics.jsonl").touch()
+    (tmp_path / "outputs/attempts/1").mkdir(parents=True)
     [line] = [line for line in str(watchdog.__doc__).splitlines() if "python -m" in line]
     assert watchdog.main(line.split()[3:]) == 0

@@ -205,7 +205,7 @@ def test_cron_resubmits_itself_first(slurm: Path, tmp_path: Path) -> None:
     assert second == f"sbatch {jobs}/a.slurm"
 
 
-def test_the_watchdog_observes_job_log_and_disk(slurm: Path, tmp_path: Path) -> None:
+def test_the_watchdog_observes_job_run_and_disk(slurm: Path, tmp_path: Path) -> None:
     run = tmp_path / "outputs"
     run.mkdir()
     done = bash(
@@ -218,7 +218,7 @@ def test_the_watchdog_observes_job_log_and_disk(slurm: Path, tmp_path: Path) -> 
         == f"sbatch --begin=now+2hours --dependency=singleton --job-name=watchdog {TEMPLATES}/watchdog.slurm {run} train"
     )
     assert (tmp_path / "received").read_text() == (
-        f"job train: neither running nor queuedlog {run / 'metrics.jsonl'}: it does not exist"
+        f"job train: neither running nor queuedrun {run}: no run has started in this folder"
     ), "expected no alert for the disk"
 
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.report.disk import newest_checkpoint
+from torchtitan_like.report.state import find_state
 from torchtitan_like.slurm import watchdog
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.run_directory import RunEnd, write_exit
 
 NOW = 1_000_000.0
 
@@ -67,14 +70,26 @@ def test_an_error_of_slurm_is_raised() -> None:
         watchdog.observe_job("train", fake_slurm("", code=1))
 
 
-def test_a_log_that_does_not_grow_is_an_alert(run: Path) -> None:
-    file = run / "metrics.jsonl"
-    os.utime(file, (NOW, NOW))
-    assert [watchdog.observe_log(file, 30, NOW + 60 * m).is_alert for m in (29, 31)] == [
-        False,
-        True,
-    ]
-    assert watchdog.observe_log(run / "nowhere", 30, NOW).is_alert
+@pytest.mark.parametrize(
+    ("end", "minutes", "is_alert"),
+    [
+        (None, 29, False),
+        (None, 31, True),
+        ("requeue", 29, False),
+        ("requeue", 31, True),  # its next job has not started
+        ("done", 31, False),
+        ("bad_numbers", 1, True),  # a new start does not help
+    ],
+)
+def test_a_run_that_does_not_move_or_needs_a_person_is_an_alert(
+    run: Path, end: str | None, minutes: float, is_alert: bool
+) -> None:
+    if end is not None:
+        write_exit(run, RunEnd(end, ExitCode[end.upper()], 10))
+    seen = watchdog.observe_run(run, 30, NOW - 2 + 60 * minutes)
+    state = find_state(run, NOW - 2 + 60 * minutes)
+    assert seen.is_alert == is_alert and state.line in seen.message, seen
+    assert watchdog.observe_run(run / "checkpoint", 30, NOW).is_alert
 
 
 @pytest.mark.parametrize(
@@ -108,11 +123,11 @@ def test_free_space_is_reported_in_checkpoints_and_days(
 
 
 def test_an_alert_is_sent_and_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    missing = ["log", str(tmp_path / "nowhere"), "--log", str(tmp_path / "main.log")]
+    missing = ["run", str(tmp_path / "nowhere"), "--log", str(tmp_path / "main.log")]
     received = tmp_path / "received"
     assert watchdog.main([*missing, "--notify", f"cat >{received}"]) == 1
-    assert received.read_text() == f"log {tmp_path / 'nowhere'}: it does not exist"
-    assert "watchdog ALERT log" in (tmp_path / "main.log").read_text()
+    assert received.read_text() == f"run {tmp_path / 'nowhere'}: no run has started in this folder"
+    assert "watchdog ALERT run" in (tmp_path / "main.log").read_text()
     assert watchdog.main([*missing, "--notify", f"rm {received}", "--dry-run"]) == 1
     assert received.exists() and f"would run: rm {received}" in capfd.readouterr().out
     assert watchdog.main([*missing, "--notify", "false"]) == 2
