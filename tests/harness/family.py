@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,9 +25,10 @@ from torchtitan_like.checkpoint.hf.folder import write_folder
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.distributed.world import HostGroup
-from torchtitan_like.models import InitRule, get_spec, resolve_args
+from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.hf_table import Link, links
 from torchtitan_like.models.layers.moe import Router
+from torchtitan_like.models.spec import has_experts
 
 # Tokens whose last chosen and first rejected score are closer than this may choose other experts than in transformers.
 CLEAR_GAP = 1e-6
@@ -160,70 +160,34 @@ class Family:
         assert self.load(folder, args, loaded_model).unused == ()
         self.assert_equal_states(loaded_model, model)
 
-    def assert_counts(
-        self, flavor: str, total: int, active: int, seq_len: int, gflops: float
-    ) -> None:
-        """Compare the computed numbers of a flavor with its built model and with given numbers."""
-        args = resolve_args(self.spec, flavor, {})
-        with torch.device("meta"):
-            model = self.spec.build(args)
-        assert self.spec.num_params(args) == total == sum(p.numel() for p in model.parameters())
-        experts = sum(p.numel() for name, p in model.named_parameters() if ".moe.experts." in name)
-        others = experts * (args.num_experts - args.top_k) // args.num_experts
-        assert self.spec.num_active_params(args) == active == total - others
-        assert self.spec.flops_per_token(args, seq_len) == pytest.approx(gflops * 1e9, rel=1e-12)
-
-    def assert_a_wrong_size_is_named(self, overrides: Mapping[str, Any], expected: str) -> None:
-        with pytest.raises(ValueError) as error:
-            resolve_args(self.spec, self.flavor, dict(overrides))
-        assert expected in str(error.value)
-
-    def assert_one_role_and_one_rule(self, *variants: Mapping[str, Any]) -> None:
-        """Each parameter has one sharding role and an initial rule; each pattern has a parameter.
-
-        A pattern of a layer may have its parameter in another layer.
-        """
-        names: set[str] = set()
-        for overrides in variants:
-            args, model = self.build(overrides)
-            rules = self.spec.init_table(args)
-            for name, _ in model.named_parameters():
-                assert sum(fnmatchcase(name, p) for p, _ in self.spec.sharding) == 1, name
-                assert any(fnmatchcase(name, pattern) for pattern, _ in rules), name
-                names.add(name)
-        for pattern, _ in (*self.spec.sharding, *rules):
-            of_any_layer = re.sub(r"^layers\.\d+\.", "layers.*.", pattern)
-            assert any(fnmatchcase(name, of_any_layer) for name in names), pattern
-
-    def assert_initial_rule(self, name: str, rule: InitRule) -> None:
-        rules = self.spec.init_table(resolve_args(self.spec, self.flavor, {}))
-        actual = next(rule for pattern, rule in rules if fnmatchcase(name, pattern))
-        assert actual.kind == rule.kind
-        assert (actual.std, actual.bound) == pytest.approx((rule.std, rule.bound))
-
     def assert_transformers_reads_an_export(
         self, folder: Path, assets: Path, overrides: Mapping[str, Any]
-    ) -> Any:
-        """Nothing is missing or unexpected, and logits are equal. Returns transformers' model."""
+    ) -> None:
+        """Nothing is missing or unexpected; tensors, sizes, and logits are equal."""
         transformers = pytest.importorskip("transformers")
         from safetensors.torch import save_file
 
         args, model = self.build({"vocab_size": 2048, **overrides})
         self.perturb(model)
         config = self.spec.hf_config(args)
-        save_file(
-            self.hf_state(args, model), folder / "model.safetensors", metadata={"format": "pt"}
-        )
+        stored = self.hf_state(args, model)
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
         write_folder(folder, config=config, dtype=torch.float32, assets=assets, bos=None, eos=None)
         hf_model, report = transformers.AutoModelForCausalLM.from_pretrained(
             folder, output_loading_info=True, dtype="auto", **self.hf_options
         )
         assert type(hf_model).__name__ == config["architectures"][0]
         assert not any(report.values()), report
+        for name, tensor in hf_model.state_dict().items():  # it stacks the experts of some families
+            assert name not in stored or torch.equal(tensor, stored[name]), name
+        read = hf_model.config.to_dict()
+        assert read["rope_parameters"]["rope_theta"] == args.rope_theta
+        assert config["rope_scaling"] or read["rope_parameters"]["rope_type"] == "default"
+        same = config.keys() & read.keys() - {"rope_scaling"}
+        assert {key: read[key] for key in same} == {key: config[key] for key in same}
         tokens = self.some_tokens(args)
         with torch.no_grad():
             assert (hf_model(tokens).logits - model(tokens)).abs().max() <= 1e-5
-        return hf_model
 
     def assert_equals_transformers(
         self, monkeypatch: pytest.MonkeyPatch, folder: Path, overrides: Mapping[str, Any]
@@ -246,7 +210,8 @@ class Family:
         hf_choices = self._trace_hf_routers(hf_model)
         logits, reference = model(inputs), hf_model(inputs).logits
         num_layers = sum(isinstance(module, Router) for module in model.modules())
-        assert num_layers == len(own_choices) == len(hf_choices) > 0
+        assert num_layers == len(own_choices) == len(hf_choices)
+        assert (num_layers > 0) == has_experts(self.spec, args)
         for layer, (gap, own, hf) in enumerate(zip(gaps, own_choices, hf_choices, strict=True)):
             is_clear = gap > CLEAR_GAP
             assert is_clear.float().mean() > 0.95

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# Of `ModelCost.flops_per_token`.
+# The formula of `ModelCost.flops_per_token`, for the log.
 FLOPS_FORMULA = "6 (P - P_embedding) + 6 H (qk_dim + v_dim) sum of each layer's keys"
 
 
 class LayerCost(NamedTuple):
-    """One layer.
+    """The parameters of one layer, and the size of its attention.
 
     params: parameters that process every token; of experts, only the shared ones and the router.
     attention_width: elements of all heads that attention multiplies for each key: H (qk_dim + v_dim).
@@ -28,7 +28,7 @@ class LayerCost(NamedTuple):
 
 
 class ModelCost(NamedTuple):
-    """A whole model.
+    """The layers of a model, and the parameters outside of them.
 
     embedding: parameters of the embedding. The head has as many, or is the same tensor if `is_tied`.
     other: parameters outside of layers, embedding, and head.
@@ -64,8 +64,8 @@ class ModelCost(NamedTuple):
         head's matrix product counts each time it runs, tied or not. Attention counts in full,
         including its masked half.
         """
-        num_embeddings = 2 - self.is_tied
-        weights = self.num_active_params + (self.num_heads - num_embeddings) * self.embedding
+        num_stored = 1 if self.is_tied else 2
+        weights = self.num_active_params + (self.num_heads - num_stored) * self.embedding
         attention = sum(
             each.attention_width * min(each.max_keys or seq_len, seq_len) for each in self.layers
         )

@@ -51,8 +51,6 @@ HF_EXPERTS = (
     ("layers.{}.moe.experts.w2", _HF_EXPERTS + "{e}.down_proj.weight"),
     ("layers.{}.moe.experts.w3", _HF_EXPERTS + "{e}.up_proj.weight"),
 )
-# Of DeepSeek-V3, the only family of Hugging Face that has one.
-EXPERT_BIAS = ("layers.{}.moe.expert_bias", "model.layers.{}.mlp.gate.e_score_correction_bias")
 # The modules of transformers stack them. Some programs write files of this layout.
 HF_FUSED_EXPERTS = (
     Row(
@@ -62,6 +60,8 @@ HF_FUSED_EXPERTS = (
     ),
     ("layers.{}.moe.experts.w2", _HF_EXPERTS + "down_proj"),
 )
+# Hugging Face has a name for it in DeepSeek-V3 only.
+EXPERT_BIAS = ("layers.{}.moe.expert_bias", "model.layers.{}.mlp.gate.e_score_correction_bias")
 
 
 def layer_rows(native: str, external: str, names: Table, kind: str = "weight") -> Table:
@@ -71,13 +71,13 @@ def layer_rows(native: str, external: str, names: Table, kind: str = "weight") -
     kind: "weight" or "bias".
     """
     return tuple(
-        (f"layers.{{}}.{native}.{ours}.{kind}", f"model.layers.{{}}.{external}.{theirs}.{kind}")
-        for ours, theirs in names
+        (f"layers.{{}}.{native}.{name}.{kind}", f"model.layers.{{}}.{external}.{hf_name}.{kind}")
+        for name, hf_name in names
     )
 
 
 def same_names(rows: Table) -> Table:
-    """Return the rows of a format with our names."""
+    """Return the rows of a format that has the native names."""
     return tuple((name, name) for name, _ in rows)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.distributed import outside_model  # registers its model
 from tests.harness.runner import ROOT
 from tests.unit.cli.test_data_tiny import llama2
-from tests.unit.models import test_deepseek_v3, test_gpt_oss, test_llama4
+from tests.unit.models.families import DEEPSEEK_V3, GPT_OSS, LLAMA4, SIGMOID
 from torchtitan_like.data.errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.initialize import initialize, materialize
@@ -45,23 +45,23 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "debugmodel_moe",
         {**SMALL, "n_kv_heads": 2, "num_experts": 8, "top_k": 2, "moe_inter_dim": 32},
     ),
-    "deepseek_v3": ("deepseek_v3", "debugmodel", test_deepseek_v3.SMALL),
+    "deepseek_v3": ("deepseek_v3", "debugmodel", DEEPSEEK_V3.sizes),
     "deepseek_v3 with MTP": (
         "deepseek_v3",
         "debugmodel",
-        {**test_deepseek_v3.SMALL, **test_deepseek_v3.SIGMOID, "num_mtp_layers": 1},
+        {**DEEPSEEK_V3.sizes, **SIGMOID, "num_mtp_layers": 1},
     ),
-    "gpt_oss": ("gpt_oss", "debugmodel", test_gpt_oss.SMALL),
+    "gpt_oss": ("gpt_oss", "debugmodel", GPT_OSS.sizes),
     "gpt_oss with documents": (
         "gpt_oss",
         "debugmodel",
-        {**test_gpt_oss.SMALL, "attn_mask_type": "block_causal"},
+        {**GPT_OSS.sizes, "attn_mask_type": "block_causal"},
     ),
-    "llama4": ("llama4", "debugmodel", test_llama4.SMALL),
+    "llama4": ("llama4", "debugmodel", LLAMA4.sizes),
     "llama4 with documents": (
         "llama4",
         "debugmodel",
-        {**test_llama4.SMALL, "attn_mask_type": "block_causal"},
+        {**LLAMA4.sizes, "attn_mask_type": "block_causal"},
     ),
     "a model from outside": (outside_model.SPEC.name, "tiny", VOCAB),
 }

@@ -1,58 +1,16 @@
-"""gpt-oss: the published sizes, and Hugging Face's logits, gradients, routing, and files."""
+"""gpt-oss: windows, sinks, and compiled blocks."""
 
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
-from tests.harness.family import Family
-from torchtitan_like.models import InitRule, resolve_args
+from tests.unit.models.families import GPT_OSS as FAMILY
+from torchtitan_like.models import resolve_args
 from torchtitan_like.models.spec import fit_positions
 
-SMALL = {
-    "dim": 64,
-    "n_layers": 3,
-    "n_heads": 4,
-    "n_kv_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-    "max_seq_len": 128,
-    "sliding_window_size": 8,
-    "num_experts": 8,
-    "top_k": 2,
-    "moe_inter_dim": 32,
-    "original_seq_len": 16,
-}
-
-
-FAMILY = Family(
-    "gpt_oss",
-    "debugmodel",
-    SMALL,
-    redrawn={"*.router.*": 0.3, "*.sinks": 1.0, "*.bias": 1.0, "*.b[123]": 1.0},
-    factor=5,
-    hf_router="mlp.router",
-    hf_options={"attn_implementation": "eager"},  # the only one with sinks on CPU
-)
 GPT_OSS, build, perturb = FAMILY.spec, FAMILY.build, FAMILY.perturb
 some_tokens = FAMILY.some_tokens
-
-
-# ---- sizes
-
-
-@pytest.mark.parametrize(
-    ("flavor", "total", "active", "gflops"),
-    [
-        ("debugmodel", 183_397_920, 147_912_224, 1.396491456),
-        ("20b", 20_914_757_184, 4_187_440_704, 26.557179264),
-        ("120b", 116_829_156_672, 5_711_982_912, 38.158100352),
-    ],
-)
-def test_number_of_parameters_and_flops(flavor, total, active, gflops):
-    """The last two totals equal transformers' models of these sizes."""
-    FAMILY.assert_counts(flavor, total, active, 8192, gflops)
 
 
 def test_windows_bound_the_flops_of_half_of_the_layers():
@@ -62,51 +20,6 @@ def test_windows_bound_the_flops_of_half_of_the_layers():
     for seq_len in (64, 128):  # windows as long as the sequence
         short = replace(args, sliding_window_size=128)
         assert GPT_OSS.flops_per_token(short, seq_len) == GPT_OSS.flops_per_token(args, seq_len)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "expected"),
-    [
-        ({"top_k": 9}, "top_k = 9: expected 1 to 8; set top_k = 8"),
-        (
-            {"sliding_window_size": 0},
-            "sliding_window_size = 0: expected a number above 0; remove it",
-        ),
-        ({"attn_type": "varlen"}, "attn_type = 'varlen': expected one of sdpa, flex"),
-        ({"attn_mask_type": "full"}, "attn_mask_type = 'full': expected one of causal, block_"),
-        ({"rope_factor": 0.5}, "rope_factor = 0.5: expected at least 1; set rope_factor = 1"),
-        ({"head_dim": 7}, "rotated in pairs; set head_dim = 8"),
-        (
-            {"n_kv_heads": 3},
-            "n_kv_heads = 3: expected a divisor of n_heads = 64; set n_kv_heads = 2",
-        ),
-        ({"load_balance": "even"}, "load_balance = 'even': expected one of"),
-    ],
-)
-def test_the_error_names_a_wrong_size(overrides, expected):
-    FAMILY.assert_a_wrong_size_is_named(overrides, expected)
-
-
-def test_every_parameter_has_one_role_and_one_rule():
-    FAMILY.assert_one_role_and_one_rule({})
-
-
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("layers.2.attention_norm.weight", InitRule("ones")),
-        ("tok_embeddings.weight", InitRule("normal", 1.0)),
-        ("layers.1.attention.wq.weight", InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.1.attention.wo.bias", InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.1.attention.sinks", InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.1.moe.experts.w1", InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.1.moe.experts.b2", InitRule("trunc_normal", 0.01, 200.0)),
-        ("layers.1.moe.router.gate.bias", InitRule("trunc_normal", 0.01, 200.0)),
-        ("output.weight", InitRule("trunc_normal", 1 / 16, 3.0)),
-    ],
-)
-def test_rules_of_initial_weights(name, rule):
-    FAMILY.assert_initial_rule(name, rule)
 
 
 # ---- attention
@@ -212,7 +125,7 @@ def test_a_compiled_step_equals_an_eager_one(backend, has_documents):
 @pytest.mark.parametrize("has_documents", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_blocks_compile_for_other_devices_than_a_cpu(has_documents):
     """Tensors on `meta` take the paths of a GPU in half precision."""
-    args = resolve_args(GPT_OSS, "debugmodel", {**SMALL, "attn_type": "sdpa"})
+    args = resolve_args(GPT_OSS, "debugmodel", {**FAMILY.sizes, "attn_type": "sdpa"})
     with torch.device("meta"):
         model = GPT_OSS.build(args).to(torch.bfloat16)
         tokens = torch.zeros(2, 24, dtype=torch.int64)
@@ -220,39 +133,3 @@ def test_blocks_compile_for_other_devices_than_a_cpu(has_documents):
     out = model(tokens, positions=torch.zeros_like(tokens) if has_documents else None)
     out.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-# ---- Hugging Face
-
-
-def random_sizes(seed):
-    choose = random.Random(seed).choice
-    num_experts = choose([4, 8, 16])
-    return {
-        "n_layers": choose([2, 3]),
-        "n_heads": choose([4, 8]),
-        "n_kv_heads": choose([1, 2, 4]),
-        "head_dim": choose([8, 16, 20]),
-        "sliding_window_size": choose([4, 8, 16, 64]),
-        "norm_eps": choose([1e-5, 1e-3]),
-        "num_experts": num_experts,
-        "top_k": choose([1, 2, 4]),
-        "moe_inter_dim": choose([24, 32]),
-        "swiglu_limit": choose([1.0, 7.0]),
-        "rope_factor": choose([1.0, 4.0, 32.0]),
-        "original_seq_len": choose([8, 16, 64]),
-        "rope_theta": choose([10000.0, 150000.0]),
-        "enable_weight_tying": choose([False, False, True]),
-    }
-
-
-CELLS = [pytest.param(seed, marks=[pytest.mark.nightly] if seed >= 5 else []) for seed in range(20)]
-
-
-@pytest.mark.parametrize("seed", CELLS)
-def test_logits_gradients_and_routing_equal_transformers(monkeypatch, tmp_path, seed):
-    FAMILY.assert_equals_transformers(monkeypatch, tmp_path, random_sizes(seed))
-
-
-def test_transformers_reads_an_exported_folder(tmp_path, repo_root):
-    FAMILY.assert_transformers_reads_an_export(tmp_path, repo_root / "tests/assets/tokenizer", {})

@@ -599,28 +599,3 @@ def test_the_list_of_unrotated_layers_reads_backwards():
     assert hf_args({**LLAMA, "no_rope_layers": [1] * 32}).notes == ()
     (problem,) = problems_of({**LLAMA, "no_rope_layers": [0] * 32})
     assert problem.startswith("no_rope_layers = [0, 0,")
-
-
-@pytest.mark.parametrize(
-    ("flavor", "overrides", "expected"),
-    [
-        ("llama", {"architecture": "gemma"}, "architecture = 'gemma': expected one of llama, mis"),
-        ("llama", {"rope_type": "longrope"}, "rope_type = 'longrope': expected one of default"),
-        ("llama", {"sliding_window_size": 8}, "sliding_window_size = 8: LlamaForCausalLM has no"),
-        ("mistral", {"first_window_layer": 2}, "first_window_layer = 2: MistralForCausalLM has"),
-        ("qwen2", {"attention_bias": True}, "attention_bias = True: Qwen2ForCausalLM has no such"),
-        ("mistral", {"attn_type": "varlen"}, "attn_type = 'varlen': expected one of sdpa, flex"),
-        ("llama", {"attn_type": "flex"}, 'expected "sdpa" with attn_mask_type = "causal"'),
-        ("llama", {"n_kv_heads": 5}, "n_kv_heads = 5: expected a divisor of n_heads = 32"),
-        ("llama", {"rope_factor": 0.5}, "rope_factor = 0.5: expected at least 1"),
-        (
-            "llama",
-            {"rope_type": "dynamic", "max_seq_len": 4096, "attn_mask_type": "block_causal"},
-            'attn_mask_type = "block_causal": expected "causal" for sequences of more than',
-        ),
-    ],
-)
-def test_a_wrong_argument_is_named(flavor, overrides, expected):
-    with pytest.raises(ValueError) as error:
-        resolve_args(HF, flavor, overrides)
-    assert expected in str(error.value)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.harness.hf_weights import load_hf
-from tests.unit.models.test_deepseek_v3 import DEEPSEEK, SIGMOID, build, perturb, some_tokens
+from tests.unit.models.families import DEEPSEEK_V3, SIGMOID
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
@@ -20,6 +20,8 @@ from torchtitan_like.models.layers.mtp import shift_labels, shift_tokens
 from torchtitan_like.models.spec import needs_positions
 from torchtitan_like.util.labels import IGNORED_LABEL
 
+DEEPSEEK, build, perturb = DEEPSEEK_V3.spec, DEEPSEEK_V3.build, DEEPSEEK_V3.perturb
+some_tokens = DEEPSEEK_V3.some_tokens
 # Two samples of documents with 5, 1, 6 and 3, 9 tokens.
 POSITIONS = torch.tensor([[*range(5), 0, *range(6)], [*range(3), *range(9)]])
 

@@ -218,6 +218,9 @@ def init_table(args: DeepSeekArgs) -> tuple[tuple[str, InitRule], ...]:
     DeepSeek-V3 itself uses a standard deviation of 0.006 (section 4.2): set `init_std`.
     """
     modules = ["attention", "experts", "shared_experts"]
-    modules += ["feed_forward"] * (args.n_dense_layers > 0) + ["mtp"] * (args.num_mtp_layers > 0)
+    if args.n_dense_layers:
+        modules.append("feed_forward")
+    if args.num_mtp_layers:
+        modules.append("mtp")
     num_layers = args.n_layers + args.num_mtp_layers
     return decoder_init(args, modules, args.init_std, num_layers=num_layers)
