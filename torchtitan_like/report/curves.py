@@ -10,6 +10,7 @@ import numpy as np
 
 from torchtitan_like.report.columns import Floats
 from torchtitan_like.report.events import (
+    CLASS_COLORS,
     EVENT_COLORS,
     HIDDEN_EVENTS,
     OTHER_EVENT_COLOR,
@@ -17,11 +18,13 @@ from torchtitan_like.report.events import (
 )
 from torchtitan_like.report.history import History, validation_sets
 from torchtitan_like.report.recorded import rows_as_floats
-from torchtitan_like.report.summary import decimate, smoothed_loss, smoothing_window
+from torchtitan_like.report.summary import decimate, moving_mean, smoothing_window
 from torchtitan_like.report.tolerant import Row, as_time
 from torchtitan_like.util.pictures import PALETTE
 from torchtitan_like.util.suggestions import nearest
 
+# Of validation losses next to the training loss of one run.
+OTHER_COLORS = (CLASS_COLORS["validation"], "#0072b2", "#e69f00", "#56b4e9", "#d55e00")
 MAX_POINTS = 24_000  # on a page, of 8 bytes x 4 numbers, which base64 makes 43 bytes
 MIN_POINTS = 200  # of a curve
 MAX_EVENTS = 400  # of each kind that are drawn
@@ -122,6 +125,11 @@ class EventMarks:
     num_recorded: int
 
 
+def run_color(index: int, num_runs: int) -> str:
+    """Return the color of a run and its curves. One that is alone has the color of training."""
+    return CLASS_COLORS["training"] if num_runs == 1 else PALETTE[index % len(PALETTE)]
+
+
 def build_charts(histories: Sequence[History]) -> list[Chart]:
     """Return the charts that have a value to draw, with at most about `MAX_POINTS` points."""
     charts = [_loss_chart(histories), _source_chart(histories)]
@@ -189,21 +197,22 @@ def _loss_chart(histories: Sequence[History]) -> Chart:
     chart = Chart("Loss", "Loss", "nats per token", True)
     for index, (name, history) in enumerate(_named(histories)):
         metrics = history.run.metrics
-        color = PALETTE[index % len(PALETTE)]
+        color = run_color(index, len(histories))
         window = smoothing_window(metrics.num_rows)
         chart.curves.append(_curve(history, "loss", f"{name}train", color, is_raw=True))
         mean = _curve(history, "loss", f"{name}train, mean of {window} rows", color)
-        mean.values = smoothed_loss(history)
+        mean.values = moving_mean(metrics.get("loss"), window, is_centered=True)
         chart.curves.append(mean)
         chart.curves.append(
             _curve(history, "mtp_loss", f"{name}multi-token prediction", color, is_dashed=True)
         )
-        for number, (dataset, rows) in enumerate(validation_sets(history.run).items(), start=1):
+        for number, (dataset, rows) in enumerate(validation_sets(history.run).items()):
             is_only = len(histories) == 1
+            validation_color = OTHER_COLORS[number % len(OTHER_COLORS)]
             chart.curves.append(
                 Curve(
                     f"{name}validation {dataset}".rstrip(),
-                    PALETTE[(index + number) % len(PALETTE)] if is_only else color,
+                    validation_color if is_only else color,
                     rows_as_floats(rows, "step"),
                     rows_as_floats(rows, "n_tokens_seen"),
                     history.hours(rows_as_floats(rows, "time")),

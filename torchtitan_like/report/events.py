@@ -8,19 +8,31 @@ from typing import Any
 
 from torchtitan_like.report.tolerant import Row, as_time
 
+# One color for a category on the whole page. Class of time -> color:
+CLASS_COLORS = {
+    "training": "#009e73",
+    "start_up": "#56b4e9",
+    "checkpoint": "#0072b2",
+    "validation": "#cc79a7",
+    "stall": "#d55e00",
+    "skipped": "#8c564b",
+    "repeated": "#e69f00",
+    "shutdown": "#7f7f7f",
+    "stopped": "#b5b5b5",
+}
 # Kind of event -> color; kinds that are not listed are gray.
 EVENT_COLORS = {
-    "save": "#56b4e9",
-    "spike": "#d55e00",
-    "spike_end": "#e69f00",
-    "bad_step": "#cc79a7",
-    "skipped step": "#cc79a7",
-    "stop": "#999999",
-    "resume": "#009e73",
-    "resume on another layout": "#009e73",
-    "config change": "#0072b2",
+    "save": CLASS_COLORS["checkpoint"],
+    "spike": "#d62728",
+    "spike_end": "#ff9896",
+    "bad_step": CLASS_COLORS["skipped"],
+    "skipped step": CLASS_COLORS["skipped"],
+    "stop": CLASS_COLORS["shutdown"],
+    "resume": CLASS_COLORS["start_up"],
+    "resume on another layout": CLASS_COLORS["start_up"],
+    "config change": "#9467bd",
 }
-OTHER_EVENT_COLOR = "#999999"
+OTHER_EVENT_COLOR = CLASS_COLORS["stopped"]
 HIDDEN_EVENTS = ("start", "spike_bundle")  # at the step of a resume or a spike; listed, not drawn
 
 MAX_DETAIL = 400  # characters

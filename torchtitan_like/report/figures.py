@@ -154,11 +154,11 @@ def _add_events(plot: Any, mark: EventMarks, source: Any, *, is_visible: bool) -
         "step",
         source=source,
         name=f"event:{mark.kind}",
-        level="underlay",
+        level="glyph",  # above the grid; the curves are added later
         visible=is_visible,
         line_color=mark.color,
         line_width=1.5,
-        line_alpha=0.7,
+        line_alpha=0.8,
         line_dash="dotted",
     )
 

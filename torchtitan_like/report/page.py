@@ -1,31 +1,31 @@
 """Write the report of one or several runs as one HTML file that needs no network.
 
-This module prepares the data of each section. `assets/sections.html` has a macro for each kind of
-section, which shows its data.
+This module prepares the data that the templates in `assets/` show. `runs.html` has a macro for each
+kind of section.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
+import math
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.report.curves import Chart, EventMarks, build_charts, build_marks
-from torchtitan_like.report.events import HIDDEN_EVENTS, event_detail
+from torchtitan_like.report.curves import Chart, EventMarks, build_charts, build_marks, run_color
+from torchtitan_like.report.events import CLASS_COLORS, HIDDEN_EVENTS, event_detail, format_value
 from torchtitan_like.report.figures import draw
 from torchtitan_like.report.goodput import CLASSES
 from torchtitan_like.report.history import AttemptHistory, History, read_histories
 from torchtitan_like.report.summary import compare, plan_event, summarize
-from torchtitan_like.report.tolerant import as_time
+from torchtitan_like.report.tolerant import Row, as_time
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.run_directory import describe_error
-from torchtitan_like.util.units import format_bytes, format_duration
+from torchtitan_like.util.units import format_bytes, format_clock, format_duration
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -36,25 +36,30 @@ NONE = "–"
 
 _SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
-CLASS_COLORS = {
-    "training": "#009e73",
-    "start_up": "#56b4e9",
-    "checkpoint": "#0072b2",
-    "validation": "#cc79a7",
-    "stall": "#d55e00",
-    "skipped": "#8c564b",
-    "repeated": "#e69f00",
-    "shutdown": "#7f7f7f",
-    "stopped": "#b5b5b5",
-}
+
+class Number(NamedTuple):
+    """A number of the summary. note: what it is of, in small letters."""
+
+    name: str
+    text: str
+    note: str = ""
 
 
-class Section(NamedTuple):
-    """A section of the page. kind: the macro that shows `data`."""
+class Run(NamedTuple):
+    """What the templates show of a run. sections: macro and title of each one."""
 
-    title: str
-    kind: str
-    data: Any
+    history: History
+    color: str
+    summary: dict[str, Any]
+    numbers: dict[str, Number]
+    sections: list[tuple[str, str]]
+
+    @classmethod
+    def of(cls, history: History, color: str) -> Run:
+        """Compute the numbers of a run. Its sections are those with data."""
+        summary = summarize(history)
+        numbers = {number.name: number for number in _numbers(summary)}
+        return cls(history, color, summary, numbers, list(_sections(history)))
 
 
 def render_page(
@@ -64,34 +69,30 @@ def render_page(
 
     refresh_seconds: the browser reloads the page after this time; None: never.
     """
-    sections = [
-        Section(f"Summary of {one.run.name}", "summary", _summary(one)) for one in histories
+    runs = [
+        Run.of(history, run_color(index, len(histories))) for index, history in enumerate(histories)
     ]
-    if len(histories) > 1:
-        sections.append(Section("Comparison", "comparison", _comparison(histories)))
     charts = build_charts(histories)
     marks = [mark for history in histories for mark in build_marks(history)]
     shows_events = len(histories) == 1
     drawing = draw(charts, marks, shows_events=shows_events)
-    if charts:
-        drawn = list(zip(charts, drawing.charts, strict=True))
-        sections.append(Section("Curves", "curves", _curves(drawn, marks, shows_events)))
-    for history in histories:
-        suffix = "" if len(histories) == 1 else f" of {history.run.name}"
-        sections += [
-            section._replace(title=f"{section.title}{suffix}") for section in _details(history)
-        ]
     scripts = f"{drawing.scripts}<script>{_asset('page.js')}</script>"
-    template = _templates().get_template("page.html")
-    return template.render(
-        title=", ".join(history.run.name for history in histories),
-        sections=sections,
-        is_redacted=is_redacted,
-        refresh_seconds=refresh_seconds,
-        written=time.time(),
-        policy=_policy(scripts),
-        style=_asset("page.css"),
-        scripts=scripts,
+    drawn = list(zip(charts, drawing.charts, strict=True))
+    return (
+        _templates()
+        .get_template("page.html")
+        .render(
+            runs=runs,
+            title=", ".join(history.run.name for history in histories),
+            comparison=compare(histories) if len(histories) > 1 else None,
+            curves=_curves(drawn, marks, shows_events) if charts else None,
+            is_redacted=is_redacted,
+            refresh_seconds=refresh_seconds,
+            written=time.time(),
+            policy=_policy(scripts),
+            style=_asset("page.css"),
+            scripts=scripts,
+        )
     )
 
 
@@ -119,11 +120,30 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": _number, "percent": _percent, "clock": _clock}
+    environment.filters |= {
+        "number": _number,
+        "percent": _percent,
+        "clock": _clock,
+        "size": format_bytes,
+        "duration": format_duration,
+        "elapsed": format_clock,
+        "setting": _setting,
+        "detail": event_detail,
+        "value": format_value,
+        "time": as_time,
+    }
     environment.globals |= {
         "class_colors": CLASS_COLORS,
+        "class_meanings": CLASSES,
         "max_rows": MAX_ROWS,
         "hidden_events": HIDDEN_EVENTS,
+        "none_text": NONE,
+        "bar_parts": _bar_parts,
+        "plan_event": plan_event,
+        "plan_rows": _plan_rows,
+        "last_error": _last_error,
+        "save_seconds": _save_seconds,
+        "changed_settings": _changed_settings,
     }
     return environment
 
@@ -133,83 +153,74 @@ def _asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-# ---- the summary
+# ---- what the templates show
 
 
-def _summary(history: History) -> dict[str, Any]:
-    numbers = summarize(history)
-    problems = list(numbers["problems"])
-    if numbers["num_clock_jumps"]:
-        problems.append(
-            f"Times that are earlier than the one before them: {numbers['num_clock_jumps']:,}. "
-            "Clocks differ between nodes or were set. Each counts as equal to the one before it"
-        )
-    return {
-        "description": numbers["description"],
-        "tiles": [(name, text) for name, text in _tiles(history, numbers) if text != NONE],
-        "problems": problems,
-        "waterfall": list(_waterfall(history)),
-    }
-
-
-def _tiles(history: History, numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield name and text of each number of the summary."""
-    loss, median = numbers["loss"], numbers["median"]
-    smoothed = f"mean of {loss['smoothing_window']} rows: {_number(loss['last_smoothed'])}"
-    yield "goodput", _percent(numbers["goodput"])
-    yield "state", history.run.state.line
-    yield "step", _of(numbers["step"], numbers["total_steps"])
-    yield "tokens", _number(numbers["tokens"])
-    yield "wall time", format_duration(numbers["wall_seconds"])
-    yield "model", numbers["model"] or NONE
-    yield "parameters", _number(numbers["num_parameters"])
-    yield "loss", f"{_number(loss['last'])} ({smoothed})"
-    for name, validation in numbers["validation"].items():
+def _numbers(summary: Mapping[str, Any]) -> Iterator[Number]:
+    """Yield the numbers of a summary that are known, with their units."""
+    loss, median = summary["loss"], summary["median"]
+    window = loss["smoothing_window"]
+    share = "" if not summary["total_steps"] else f"of {_number(summary['total_steps'])}"
+    yield Number("step", _number(summary["step"]), share)
+    if loss["last"] is not None:
+        mean = f"nats per token; mean of {window} rows {_number(loss['last_smoothed'])}"
+        yield Number("training loss", _number(loss["last"]), mean)
+    for name, validation in summary["validation"].items():
         best = validation["best"]
-        text = _number(validation["last"])
-        if best is not None:
-            text += f" (best: {_number(best['value'])} at step {best['step']:,})"
-        yield f"validation loss {name}".rstrip(), text
-    yield "tokens/s and device", f"{_number(median['tps'])} (median)"
-    yield "MFU", NONE if median["mfu"] is None else f"{median['mfu']:.1f} % (median)"
-    yield "memory", f"{_number(numbers['max_memory_gib'])} GiB (largest)"
-    yield "skipped steps", _number(numbers["num_skipped_steps"])
-    yield "attempts", _number(len(numbers["attempts"]))
+        note = "" if best is None else f"best {_number(best['value'])} at step {best['step']:,}"
+        title = "validation loss" if name in ("", "validation") else f"validation loss, {name}"
+        yield Number(title, _number(validation["last"]), note)
+    if median["tps"] is not None:
+        yield Number("throughput", f"{_number(median['tps'])} tokens/s", "each device, median")
+    if median["mfu"] is not None:
+        yield Number("MFU", f"{median['mfu']:.1f} %", "of the peak, median")
+    if median["step_s"] is not None:
+        yield Number("step time", f"{_number(median['step_s'])} s", "median")
+    if summary["max_memory_gib"] is not None:
+        yield Number("memory", f"{summary['max_memory_gib']:.2f} GiB", "largest, rank 0")
+    wall = format_clock(summary["wall_seconds"])
+    yield Number("goodput", _percent(summary["goodput"]), f"of {wall} wall time")
+    if summary["tokens"] is not None:
+        yield Number("tokens", _number(summary["tokens"]))
+    if summary["model"] is not None:
+        size = summary["num_parameters"]
+        note = "" if size is None else f"{_number(size)} parameters"
+        yield Number("model", summary["model"], note)
+    yield Number("attempts", _number(len(summary["attempts"])))
+    if summary["num_skipped_steps"]:
+        yield Number("skipped steps", _number(summary["num_skipped_steps"]))
 
 
-class BarRow(NamedTuple):
-    """A row of the table of goodput. part: class, start and length as fractions of the whole."""
-
-    label: str
-    meaning: str
-    seconds: float
-    share: float
-    part: tuple[str, float, float]
-    style: str = ""
-
-
-def _waterfall(history: History) -> Iterator[BarRow]:
-    """Yield a row for each class of time with its spans in the wall time; none without times."""
-    goodput = history.goodput
-    wall = goodput.wall
-    if wall <= 0:
-        return
-    meaning = "from the first start to the end"
-    yield BarRow("wall time", meaning, wall, 1.0, ("training", 0.0, 1.0), "outline")
-    offset = 1.0
-    for name in CLASSES:
-        if name != "training":
-            seconds = goodput.seconds[name]
-            share = seconds / wall
-            offset -= share
-            part = (name, offset, share)
-            yield BarRow(name.replace("_", "-"), CLASSES[name], seconds, share, part)
-    part = ("training", 0.0, goodput.share)
-    seconds = goodput.seconds["training"]
-    yield BarRow("training (goodput)", CLASSES["training"], seconds, goodput.share, part)
+def _sections(history: History) -> Iterator[tuple[str, str]]:
+    """Yield macro and title of each section of a run that has data."""
+    run = history.run
+    sections = (
+        ("goodput", "Where the wall time went", history.goodput.wall > 0),
+        ("attempts", "Attempts", True),
+        ("plan", "Plan", plan_event(history)),
+        ("warnings", "Warnings", any(attempt.warnings for attempt in run.attempts)),
+        ("events", "Events", history.events),
+        ("checkpoints", "Checkpoints", run.checkpoints),
+        ("evaluations", "Evaluations", run.evals),
+        ("configuration", "Configuration", run.config),
+        ("environment", "Environment", any(attempt.environment for attempt in run.attempts)),
+    )
+    return ((name, title) for name, title, data in sections if data)
 
 
-# ---- curves
+def _changed_settings(history: History) -> dict[str, tuple[Any, Any]]:
+    """Return the settings that differ from their defaults, with default and value."""
+    from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.layers import leaves
+
+    defaults = {
+        ".".join(path): value for path, value in leaves(JobConfig().model_dump(mode="json"))
+    }
+    return {
+        key: (defaults.get(key), value)
+        for key, value in history.run.config.items()
+        if value != defaults.get(key)
+    }
 
 
 def _curves(
@@ -228,228 +239,71 @@ def _curves(
     }
 
 
-# ---- several runs
-
-
-def _comparison(histories: Sequence[History]) -> dict[str, Any]:
-    result = compare(histories)
-    losses = []
-    for title, key, unit in (
-        ("Loss at equal tokens", "loss_at_equal_tokens", "tokens"),
-        ("Loss at equal time", "loss_at_equal_hours", "hours since the start"),
-    ):
-        rows = [
-            [
-                _number(row["at"]),
-                *(
-                    NONE if loss is None else f"{_number(loss)} (step {step:,})"
-                    for loss, step in zip(row["loss"], row["step"], strict=True)
-                ),
-            ]
-            for row in result[key]
-        ]
-        losses.append((title, unit, rows))
-    return {
-        "names": [history.run.name for history in histories],
-        "differences": [
-            [key, *map(_setting, values)] for key, values in result["config_differences"].items()
-        ],
-        "losses": losses,
-    }
-
-
-# ---- the other sections of a run
-
-
-def _details(history: History) -> list[Section]:
-    """Return the sections after the curves. A section without data is left out."""
-    sections = [
-        Section("Attempts", "attempts", _attempts(history)),
-        Section("Plan", "plan", _plan(history)),
-        Section("Last error", "error", _last_error(history)),
-        Section("Warnings", "warnings", _warnings(history)),
-        Section("Events", "events", _events(history)),
-        Section("Checkpoints", "checkpoints", _checkpoints(history)),
-        Section("Evaluations", "evaluations", _evaluations(history)),
-        Section("Configuration", "configuration", _configuration(history)),
-        Section("Environment", "environment", _environment(history)),
-    ]
-    return [section for section in sections if section.data]
-
-
-def _attempts(history: History) -> dict[str, Any]:
-    return {
-        "colors": {
-            name: color
-            for name, color in CLASS_COLORS.items()
-            if history.goodput.seconds[name] > 0 and name != "stopped"
-        },
-        "rows": [_attempt_row(history, attempt) for attempt in history.attempts],
-    }
-
-
-def _attempt_row(
-    history: History, attempt: AttemptHistory
-) -> tuple[list[str], list[tuple[str, float, float]]]:
-    """Return the cells of an attempt and the parts of its bar."""
+def _bar_parts(history: History, attempt: AttemptHistory) -> list[tuple[str, float, float]]:
+    """Return class, start and length of each part of an attempt's bar, as shares of the wall time."""
     wall = history.goodput.wall
     offset, parts = attempt.times.start - history.origin, []
     for name, seconds in attempt.seconds.items():
         if wall > 0 and name != "stopped" and seconds > 0:
             parts.append((name, offset / wall, seconds / wall))
             offset += seconds
-    steps = NONE
-    if attempt.first_step is not None and attempt.last_step is not None:
-        steps = f"{attempt.first_step:,} to {attempt.last_step:,}"
-    cells = [
-        str(attempt.recorded.number),
-        _clock(attempt.times.start),
-        format_duration(max(0.0, attempt.times.end - attempt.times.start)),
-        steps,
-        _number(attempt.recorded.num_ranks),
-        attempt.ended,
-    ]
-    return cells, parts
+    return parts
 
 
-def _plan(history: History) -> dict[str, Any]:
-    """Return the newest comparison of predicted with measured memory and time, on rank 0."""
-    event = plan_event(history)
-    if event is None:
-        return {}
+def _plan_rows(event: Row) -> list[list[str]]:
+    """Return planned and measured memory and time on rank 0, and the relative difference."""
     rows = []
     for name, unit, planned, measured in (
         ("reserved memory", "GiB", "planned_reserved_gib", "reserved_gib"),
         ("step time", "s", "planned_step_s", "step_s"),
     ):
         before, after = as_time(event.get(planned)), as_time(event.get(measured))
-        share = _signed_percent(after / before - 1) if before and after is not None else ""
+        share = f"{100 * (after / before - 1):+.1f} %" if before and after is not None else ""
         rows.append([f"{name}, {unit}", _number(before), _number(after), share])
-    return {"rows": rows, "gpu": str(event.get("gpu"))}
-
-
-def _last_error(history: History) -> dict[str, Any]:
-    for attempt in reversed(history.attempts):
-        error = attempt.recorded.error
-        if error is None:
-            continue
-        number = attempt.recorded.number
-        if "traceback" not in error:
-            return {"number": number, "has_traceback": False, "text": event_detail(error)}
-        try:
-            text = describe_error(error)
-        except (KeyError, TypeError, ValueError, OverflowError, OSError, AttributeError):
-            text = json.dumps(error, indent=1, default=str)
-        return {"number": number, "has_traceback": True, "text": text}
-    return {}
-
-
-def _warnings(history: History) -> list[list[str]]:
-    return [
-        [str(a.recorded.number), w.time, w.level, w.text, _number(w.count)]
-        for a in history.attempts
-        for w in a.recorded.warnings
-    ]
-
-
-def _events(history: History) -> list[list[str]]:
-    return [
-        [
-            str(event["event"]),
-            _number(as_time(event.get("step"))),
-            _clock(as_time(event.get("time"))),
-            event_detail(event),
-        ]
-        for event in history.events
-    ]
-
-
-def _checkpoints(history: History) -> list[list[str]]:
-    seconds = {}
-    for event in history.run.events:
-        if event["event"] == "save" and as_time(event.get("seconds")) is not None:
-            form = "full" if event.get("form") == "full" else str(event.get("form"))
-            seconds[event.get("step"), form] = float(event["seconds"])
-    rows = []
-    for checkpoint in history.run.checkpoints:
-        took = seconds.get((checkpoint.step, checkpoint.kind))
-        rows.append(
-            [
-                checkpoint.name,
-                f"{checkpoint.step:,}",
-                checkpoint.kind,
-                format_bytes(checkpoint.num_bytes),
-                NONE if took is None else f"{took:.2f} s",
-                checkpoint.state,
-                "yes" if checkpoint.is_pinned else "no",
-                checkpoint.layout,
-            ]
-        )
     return rows
 
 
-def _evaluations(history: History) -> dict[str, Any]:
-    rows = history.run.evals
-    if not rows:
-        return {}
-    head = list(dict.fromkeys(key for row in rows for key in row))
-    return {"head": head, "rows": [[_setting(row.get(key)) for key in head] for row in rows]}
+def _last_error(history: History) -> tuple[int, str] | None:
+    """Return the attempt and the text of the newest error; None without one."""
+    for attempt in reversed(history.attempts):
+        error = attempt.recorded.error
+        if error is not None:
+            try:
+                return attempt.recorded.number, describe_error(error)
+            except (KeyError, TypeError, ValueError, OverflowError, OSError, AttributeError):
+                return attempt.recorded.number, event_detail(error)
+    return None
 
 
-def _configuration(history: History) -> dict[str, Any]:
-    if not history.run.config:
-        return {}
-    changes = [
-        [f"attempt {attempt.recorded.number}", key, _setting(before), _setting(after)]
-        for attempt in history.attempts
-        for key, (before, after) in attempt.changes.items()
-    ]
-    sections: dict[str, list[tuple[str, str]]] = {}
-    for key, value in history.run.config.items():
-        sections.setdefault(key.partition(".")[0], []).append((key, _setting(value)))
-    changed = {key for _, key, _, _ in changes}
-    return {
-        "changes": changes,
-        "changed": changed,
-        "sections": [
-            (name, settings, any(key in changed for key, _ in settings))
-            for name, settings in sections.items()
-        ],
-    }
-
-
-def _environment(history: History) -> dict[str, Any]:
-    """Return the files of the newest attempt that recorded its environment."""
-    newest = next((a.recorded for a in reversed(history.attempts) if a.recorded.environment), None)
-    return {} if newest is None else {"number": newest.number, "files": newest.environment}
+def _save_seconds(history: History, step: int, form: str) -> float | None:
+    """Return how long a checkpoint took; None if it is unknown."""
+    for event in history.run.events:
+        if (event["event"], event.get("step"), str(event.get("form"))) == ("save", step, form):
+            return as_time(event.get("seconds"))
+    return None
 
 
 # ---- text
 
 
 def _setting(value: Any) -> str:
-    return (
-        NONE
-        if value is None
-        else value
-        if isinstance(value, str)
-        else json.dumps(value, default=str)
-    )
+    if value is None:
+        return NONE
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} = {_setting(item)}" for key, item in value.items()) or NONE
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(_setting, value)) or NONE
+    return str(value)
 
 
 def _number(value: float | None) -> str:
-    """Return an integer with separators, another number with 5 digits, or a dash."""
+    """Return a large number or an integer with separators, another with 5 digits, or a dash."""
     if value is None:
         return NONE
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:.5g}"
-
-
-def _of(value: float | None, total: float | None) -> str:
-    return _number(value) if total is None else f"{_number(value)} of {_number(total)}"
-
-
-def _signed_percent(share: float) -> str:
-    return f"{100 * share:+.1f} %"
+    is_long = math.isfinite(value) and (float(value).is_integer() or abs(value) >= 10_000)
+    return f"{value:,.0f}" if is_long else f"{value:.5g}"
 
 
 def _percent(share: float) -> str:

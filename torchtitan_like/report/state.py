@@ -174,11 +174,14 @@ def _last_sign(
 
 def _cause(run: Path, end: RunEnd) -> str:
     """Return a text with the cause in the event of this end; "" if the reason is the cause."""
+    if end.code == ExitCode.BAD_NUMBERS:
+        return ": the next step has a non-finite loss or gradient"
     events, _ = newest_events(run)
     stops = [event for event in events if event["event"] == "stop"]
     cause = stops[-1].get("cause") if stops and stops[-1].get("code") == end.code else None
-    is_known = not isinstance(cause, str) or cause in (end.reason, "last_step")
-    return "" if is_known else f": {cause}"
+    if not isinstance(cause, str) or cause in (end.reason, "last_step"):
+        return ""
+    return f": {cause.replace('_', ' ')}"
 
 
 def _advice(attempt: Path | None, end: RunEnd) -> str:

@@ -34,7 +34,7 @@ def smoothing_window(num_rows: int) -> int:
 def smoothed_loss(history: History) -> Floats:
     """Return the mean loss of the last `smoothing_window` rows, float64 (rows,)."""
     loss = history.run.metrics.get("loss")
-    return trailing_mean(loss, smoothing_window(len(loss)))
+    return moving_mean(loss, smoothing_window(len(loss)))
 
 
 def summarize(history: History) -> dict[str, Any]:
@@ -216,16 +216,21 @@ def decimate(values: NDArray[np.float64], max_points: int) -> Indices:
     return np.array(sorted(kept), dtype=np.int64)
 
 
-def trailing_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Return for each value the mean of the last `window` finite values up to it; NaN without any.
+def moving_mean(
+    values: NDArray[np.float64], window: int, *, is_centered: bool = False
+) -> NDArray[np.float64]:
+    """Return for each finite value the mean of the last `window` finite values up to it.
 
-    values: float64 (rows,).
+    values: float64 (rows,). is_centered: of the values around it, `window // 2` on
+    each side. Others are NaN.
     """
     is_finite = np.isfinite(values)
     finite = values[is_finite]
     sums = np.concatenate([[0.0], np.cumsum(finite)])
-    ends = np.arange(1, len(finite) + 1)
-    starts = np.maximum(0, ends - window)
+    indices = np.arange(len(finite))
+    before, after = (window // 2, window // 2) if is_centered else (window - 1, 0)
+    starts = np.maximum(0, indices - before)
+    ends = np.minimum(len(finite), indices + after + 1)
     means = np.full(len(values), np.nan)
     means[is_finite] = (sums[ends] - sums[starts]) / (ends - starts)
     return means

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtitan_like.report.summary import decimate, trailing_mean
+from torchtitan_like.report.summary import decimate, moving_mean
 
 VALUES = st.lists(st.floats(width=32), max_size=400)
 LIMITS = st.integers(4, 60)
@@ -50,7 +50,9 @@ def test_each_part_of_a_long_curve_is_drawn() -> None:
     assert len(kept) > 1_900 and np.diff(kept).max() < 300
 
 
-def test_the_trailing_mean_is_of_the_last_finite_values() -> None:
-    means = trailing_mean(np.array([1.0, 3.0, np.nan, 5.0, np.inf, 7.0]), 2)
+def test_the_moving_mean_is_of_finite_values() -> None:
+    means = moving_mean(np.array([1.0, 3.0, np.nan, 5.0, np.inf, 7.0]), 2)
     assert means[[0, 1, 3, 5]] == pytest.approx([1.0, 2.0, 4.0, 6.0])
     assert np.isnan(means[[2, 4]]).all()
+    centered = moving_mean(np.arange(9.0), 4, is_centered=True)
+    assert centered.tolist() == [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 6.5, 7.0]

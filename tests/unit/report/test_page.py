@@ -29,8 +29,9 @@ from tests.unit.report.run_folder import (
     write_steady_run,
 )
 from torchtitan_like.cli import main
-from torchtitan_like.report.curves import build_charts, build_marks
-from torchtitan_like.report.history import build_history
+from torchtitan_like.report.curves import build_charts, build_marks, run_color
+from torchtitan_like.report.events import CLASS_COLORS
+from torchtitan_like.report.history import build_history, read_histories
 from torchtitan_like.report.recorded import read_run
 
 MAX_BYTES = 3_000_000
@@ -103,6 +104,68 @@ def test_the_page_shows_every_section(tmp_path: Path, capsys: pytest.CaptureFixt
         assert shown in text, shown
 
 
+@pytest.mark.parametrize(
+    ("end", "tone", "line", "advice"),
+    [
+        (("done", 0), "done", "stopped: done (code 0) at step 20", ""),
+        (
+            ("requeue", 75),
+            "paused",
+            "stopped: requeue (code 75) at step 20: deadline",
+            "The same command continues the run.",
+        ),
+        (
+            ("bad_numbers", 70),
+            "failed",
+            "stopped: bad_numbers (code 70) at step 20: the next step has a non-finite loss",
+            "titan run replay {run}/attempts/1/bad-steps/step-21.json",
+        ),
+    ],
+)
+def test_the_page_begins_with_the_state_its_cause_and_what_to_do(
+    end: tuple[str, int],
+    tone: str,
+    line: str,
+    advice: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = write_steady_run(tmp_path / "run")
+    write_rows(run / "attempts/1/bad-steps/step-9.json", [])
+    write_rows(run / "attempts/1/bad-steps/step-21.json", [])
+    write_rows(run / "exit.json", [{"reason": end[0], "code": end[1], "step": 20}])
+    stop = event("stop", 1050.0, reason=end[0], code=end[1], cause="deadline", step=20)
+    write_rows(run / "events.jsonl", [stop])
+    page = page_of(capsys, run, folder=tmp_path)
+    banner, _, rest = page.partition('<nav aria-label="Sections">')
+    assert f'<section class="banner {tone}">' in banner and line in banner
+    assert advice.format(run=run) in banner and 'id="curves"' in rest
+    redacted = page_of(capsys, run, "--redact", folder=tmp_path)
+    assert line.split(" ")[1] in redacted and str(tmp_path) not in redacted
+
+
+def test_the_page_shows_words_and_one_color_for_a_category(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_steady_run(tmp_path / "run")
+    layout = {"dp_shard": 2, "tp": 1}
+    start = event("start", 1004.0, step=0, began=1000.0, num_ranks=2, layout=layout)
+    save = event("save", 1030.0, step=10, form="full", seconds=2.345678)
+    write_rows(run / "events.jsonl", [start, save])
+    (run / "config.toml").write_text('[data]\nsources = ["a", "b"]\n[optimizer]\nlr = 0.5\n')
+    page = page_of(capsys, run, folder=tmp_path)
+    text = " ".join(Elements(page).texts)
+    assert "attempt 1, 2 ranks, dp_shard 2" in text and "attempt 1, full, 2.35 s" in text
+    assert "{" not in text and '["' not in text and "1,000" not in text
+    assert "optimizer.lr 0.5 0.0008" in re.sub(r"\s+", " ", text)  # and its default
+    colors = {
+        color
+        for name in ("checkpoint", "save")
+        for color in re.findall(rf'<b style="background:(#\w+)"></b>{name}\b', page)
+    }
+    assert colors == {CLASS_COLORS["checkpoint"]}
+
+
 def test_the_page_needs_no_network(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = page_of(capsys, write_steady_run(tmp_path / "run"), folder=tmp_path)
     assert EXTERNAL.search(re.sub(r"(?s)(<script\b[^>]*>).*?</script>", r"\1", page)) is None
@@ -169,7 +232,7 @@ def test_a_page_is_written_again_until_the_run_has_ended(
         pauses.append(seconds)
         html = page.read_text()
         assert html.count(refresh) == 1 and "and again every 60 s." in html
-        assert ("<dd>21 of 20</dd>" in html) == (len(pauses) == 2)
+        assert ("<dd>21<small>of 20</small></dd>" in html) == (len(pauses) == 2)
         if len(pauses) == 1:
             write_rows(run / "metrics.jsonl", [step_row(n, 1000.0 + n) for n in range(1, 22)])
         else:
@@ -191,7 +254,7 @@ def test_ctrl_c_ends_the_writing_of_pages(
     monkeypatch.setattr(time, "sleep", interrupt)
     run, page = write_steady_run(tmp_path / "run"), tmp_path / "page.html"
     assert report(capsys, run, "-o", page, "--every", 5)[0] == 0
-    assert "Summary of run" in page.read_text()
+    assert "<h1>run</h1>" in page.read_text()
 
 
 @pytest.mark.parametrize("words", [["--every", "0"], ["--every", "5", "--json"]])
@@ -330,4 +393,12 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str
     half = comparison["loss_at_equal_hours"][1]
     assert half["at"] == pytest.approx(25 / 3600) and half["step"] == [7, 7]
     text = " ".join(Elements(page_of(capsys, a, b, folder=tmp_path)).texts)
-    assert "Loss at equal tokens" in text and "Settings that differ" in text
+    order = ("Settings that differ", "Numbers", "Loss at equal tokens", "Horizontal axis", "Events")
+    positions = [text.index(name) for name in order]
+    assert positions == sorted(positions)
+    html = page_of(capsys, a, b, folder=tmp_path)
+    for number, name in enumerate(("run (1)", "run (2)")):
+        color = run_color(number, 2)
+        assert html.count(f'<b style="background:{color}"></b>{name}') == 5  # banner, four tables
+        curves = build_charts(read_histories([a, b], is_redacted=False))[0].curves
+        assert {c.color for c in curves if c.label.startswith(name)} == {color}

@@ -27,14 +27,14 @@
 
     function paint() {
       const style = getComputedStyle(document.documentElement);
-      const [text, line] = ["--text", "--line"].map((name) => style.getPropertyValue(name).trim());
+      const [text, line, gridLine] = ["--text", "--line", "--grid"].map((name) => style.getPropertyValue(name).trim());
       for (const figure of figures) {
         for (const axis of [...figure.below, ...figure.left]) {
           axis.setv({axis_label_text_color: text, major_label_text_color: text, axis_line_color: line,
             major_tick_line_color: line, minor_tick_line_color: null, axis_label_text_font_style: "normal"});
         }
         for (const grid of figure.center.filter((one) => one.grid_line_color !== undefined)) {
-          grid.setv({grid_line_color: line, grid_line_alpha: 0.6});
+          grid.setv({grid_line_color: gridLine});
         }
         for (const legend of figure.above) legend.setv({label_text_color: text, inactive_fill_alpha: 0.4});
       }
@@ -69,6 +69,18 @@
       }
     }
 
+    // At most 5 digits; integers in full.
+    function shorten(number) {
+      if (!Number.isFinite(number)) return String(number);
+      return Number.isInteger(number) ? number.toLocaleString("en-US") : String(Number(number.toPrecision(5)));
+    }
+
+    function formatHours(hours) {
+      const seconds = Math.round(3600 * hours);
+      const pad = (number) => String(number).padStart(2, "0");
+      return `${Math.floor(seconds / 3600)}:${pad(Math.floor(seconds / 60) % 60)}:${pad(seconds % 60)}`;
+    }
+
     // The last drawn row up to the step.
     function rowAt(source, step) {
       const steps = source.get_array("step");
@@ -86,9 +98,8 @@
         if (row < 0) continue;
         if (position === null) position = source.get_array(column)[row];
         const line = body.insertRow();
-        for (const text of [source.name, source.get_array("step")[row], source.get_array("value")[row]]) {
-          line.insertCell().textContent = text;
-        }
+        const numbers = ["step", "value"].map((name) => shorten(source.get_array(name)[row]));
+        for (const text of [source.name, ...numbers]) line.insertCell().textContent = text;
       }
       const isLast = range.value === range.max;
       for (const cursor of cursors) cursor.location = isLast ? null : column === "step" ? step : position;
@@ -123,7 +134,7 @@
     function showTip(figure, event) {
       const at = pixel(figure, event.x);
       const table = document.createElement("table");
-      addLine(table, ["", "value", "step", "tokens", "hours"], "transparent");
+      addLine(table, ["", "value", "step", "tokens", "h:mm:ss"], "transparent");
       const seen = new Set();
       const events = [];
       for (const renderer of figure.renderers.filter((one) => one.name && one.visible)) {
@@ -135,7 +146,8 @@
         if (renderer.name === "curve") {
           if (row < 0 || seen.has(source)) continue;
           seen.add(source);
-          addLine(table, [source.name, source.get_array("value")[row], step, tokens, hours.toFixed(4)], color);
+          const numbers = [source.get_array("value")[row], step, tokens].map(shorten);
+          addLine(table, [source.name, ...numbers, formatHours(hours)], color);
         } else if (distance < EVENT_PIXELS) {
           const kind = renderer.name.replace("event:", "");
           events.push([`${kind} at step ${step} (${source.name}): ${source.get_array("detail")[row]}`, color]);
@@ -177,6 +189,15 @@
     paint();
     readStep();
     document.documentElement.dataset.ready = "true";
+  }
+
+  // A search field shows the rows of the table below it that contain its text.
+  for (const field of select("input.filter")) {
+    field.addEventListener("input", () => {
+      for (const row of field.closest("details").querySelectorAll("tr")) {
+        row.hidden = !row.textContent.toLowerCase().includes(field.value.toLowerCase());
+      }
+    });
   }
 
   function wait() {
