@@ -6,9 +6,7 @@ of TorchTitan. Their packages are imported on first use.
 
 from __future__ import annotations
 
-import io
 import os
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -16,11 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torchtitan_like.monitor.log import logger, paint, use_colors
-from torchtitan_like.util.files import AppendOnlyFile, WriteFailures
+from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.units import format_duration
 
 if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
     from torchtitan_like.config.sections_run import Metrics as MetricsSection
     from torchtitan_like.monitor.memory import MemoryReading
     from torchtitan_like.monitor.rows import Row
@@ -195,41 +195,32 @@ class TensorBoard(Dashboard):
     ) -> None:
         started = time.strftime("%Y%m%d-%H%M%S", time.localtime(wall_clock()))
         self.folder = _make_new(folder / started, rank)
-        self._wall_clock = wall_clock
         self._failures = WriteFailures() if failures is None else failures
-        self._file: AppendOnlyFile | None = None
+        self._writer: SummaryWriter | None = None
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {self.folder}")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Append one record with all scalars; it is in the file when this returns.
+        """Write all scalars; they are in the file when this returns.
 
-        Through tensorboard's writer thread, this would take five times as long.
+        After a failed write, a new event file in the same folder continues the curves.
         """
-        from tensorboard.compat.proto.summary_pb2 import Summary
+        from torch.utils.tensorboard import SummaryWriter
 
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        record = self._record(step=step, summary=Summary(value=values))
-        if self._file is None:
-            now = self._wall_clock()
-            name = f"events.out.tfevents.{int(now):010d}.{socket.gethostname()}.{os.getpid()}.0"
-            self._file = AppendOnlyFile(self.folder / name)
-            record = self._record(file_version="brain.Event:2") + record
-        with self._failures.recording(self._file.path):
-            self._file.append(record)
+        with self._failures.recording(self.folder):
+            try:
+                if self._writer is None:
+                    self._writer = SummaryWriter(str(self.folder))
+                for tag, value in scalars.items():
+                    self._writer.add_scalar(tag, value, step)
+                self._writer.flush()
+            except OSError:
+                self._writer = None  # its thread has ended
+                raise
 
     def close(self) -> None:
-        if self._file is not None:
-            with self._failures.recording(self._file.path):
-                self._file.close()
-
-    def _record(self, **fields: Any) -> bytes:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.summary.writer.record_writer import RecordWriter
-
-        buffer = io.BytesIO()
-        event = Event(wall_time=self._wall_clock(), **fields)
-        RecordWriter(buffer).write(event.SerializeToString())
-        return buffer.getvalue()
+        if self._writer is not None:
+            with self._failures.recording(self.folder):
+                self._writer.close()
 
 
 def _make_new(folder: Path, rank: int) -> Path:

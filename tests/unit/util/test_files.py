@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.monitor import log
-from torchtitan_like.monitor.sinks import TensorBoard
 from torchtitan_like.resilience.end import _flush
 from torchtitan_like.util.files import (
     AppendOnlyFile,
@@ -142,24 +141,6 @@ def test_lost_log_lines_are_counted_in_the_log(tmp_path: Path, disk: Disk) -> No
         "expected a count that includes the line of the failure"
     )
     assert failures.stop_is_due()
-
-
-def test_an_event_file_never_has_a_partial_record(tmp_path: Path, disk: Disk) -> None:
-    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
-
-    failures = WriteFailures()
-    board = TensorBoard(tmp_path / "tb", failures=failures)
-    board.write(1, {"loss": 1.0})
-    disk.free = 20
-    board.write(2, {"loss": 2.0})
-    disk.free = None
-    board.write(3, {"loss": 3.0})
-    board.close()
-    (file,) = board.folder.iterdir()
-    assert [
-        event.step for event in EventFileLoader(str(file)).Load() if event.HasField("summary")
-    ] == [1, 3]
-    assert failures.summary() == f"{file}: 1"
 
 
 def test_each_file_is_logged_once_and_all_failures_are_counted(
