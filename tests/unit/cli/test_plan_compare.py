@@ -15,7 +15,7 @@ from torchtitan_like.check import load_checked
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import dump_toml
 from torchtitan_like.report.history import read_histories
-from torchtitan_like.report.page import _plan
+from torchtitan_like.report.page import render_page
 from torchtitan_like.report.summary import summarize
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.plan_file import PlanFile, read_plan, settings_of, write_plan
@@ -136,14 +136,15 @@ def test_the_report_shows_the_plan(tmp_path: Path) -> None:
         file.write(json.dumps({**fields, "attempt": 1}) + "\n")
     (history,) = read_histories([tmp_path], is_redacted=False)
     assert summarize(history)["plan"]["step_s"] == 2.5
-    shown = _plan(history)
-    assert shown["gpu"] == "h100-80g" and "+25.0 %" in shown["rows"][1]
+    page = render_page([history], is_redacted=False)
+    assert "Planned for h100-80g." in page and "<td>+25.0 %</td>" in page
 
 
 def test_a_report_without_a_plan_has_no_section(tmp_path: Path) -> None:
     write_run(tmp_path, gpus=[])
     (history,) = read_histories([tmp_path], is_redacted=False)
-    assert summarize(history)["plan"] is None and _plan(history) == {}
+    assert summarize(history)["plan"] is None
+    assert 'id="plan"' not in render_page([history], is_redacted=False)
 
 
 @pytest.mark.nightly
