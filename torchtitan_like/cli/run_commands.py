@@ -152,7 +152,7 @@ def run_compare(arguments: argparse.Namespace) -> int:
 
 
 def _compare_with_plan(arguments: argparse.Namespace) -> int:
-    from torchtitan_like.report.plan_comparison import compare_with_plan
+    from torchtitan_like.report.compare import compare_with_plan
 
     if arguments.environment or arguments.data_only:
         raise ValueError(
@@ -279,8 +279,8 @@ def _print_numbers(arguments: argparse.Namespace) -> int:
 
 
 def _draw_curves(arguments: argparse.Namespace) -> int:
+    from torchtitan_like.report.figures import plot
     from torchtitan_like.report.history import read_histories
-    from torchtitan_like.report.plot import plot
 
     if arguments.redact or arguments.every or arguments.json:
         raise ValueError(

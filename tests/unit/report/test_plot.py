@@ -19,7 +19,7 @@ from tests.unit.report.run_folder import (
     write_steady_run,
 )
 from torchtitan_like.cli import main
-from torchtitan_like.report.plot import MAX_POINTS
+from torchtitan_like.report.figures import MAX_POINTS
 from torchtitan_like.util.modules import pip_install
 
 SVG = "{http://www.w3.org/2000/svg}"
