@@ -18,8 +18,7 @@ from torchtitan_like.checkpoint.identity import Identity, SpecialToken
 from torchtitan_like.checkpoint.origin import Origin
 from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.config.problems import ConfigError, Problem
-from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.batches.iterators import TrainBatches, ValidationBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES

@@ -9,7 +9,7 @@ from torch import nn
 
 from torchtitan_like.build import build_update_gate
 from torchtitan_like.checkpoint.stateful import Progress
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.overflow import OverflowDetector

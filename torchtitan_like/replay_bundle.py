@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.resilience.nonfinite import HISTORY
 from torchtitan_like.resolved import RankRun

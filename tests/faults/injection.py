@@ -22,7 +22,7 @@ from torchtitan_like.data.errors import CacheWriteError
 
 # Location -> the function that is called directly after the fault. All ranks call each of them.
 LOCATIONS = {
-    "next batch": "torchtitan_like.data.batches.training:TrainBatches.__next__",
+    "next batch": "torchtitan_like.data.batches.iterators:TrainBatches.__next__",
     "start": "torchtitan_like.train:build_model",
     # between backward and update
     "step": "torchtitan_like.optim.optimizer:Optimizer.clip_gradients",

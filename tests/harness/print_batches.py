@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 
 
 def _with_printing(read: Callable[[TrainBatches], Batch]) -> Callable[[TrainBatches], Batch]:

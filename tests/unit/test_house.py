@@ -23,7 +23,7 @@ ALL = CORE + sorted(
 # Packages that import slowly, or may be missing, are imported in the functions that use them.
 NEVER_AT_TOP_LEVEL = {
     "bokeh", "datasets", "huggingface_hub", "matplotlib", "pandas", "pyarrow", "tensorboard", "torchao",
-    "torchdata", "torchft", "transformers", "triton", "wandb",
+    "torchft", "transformers", "triton", "wandb",
 }  # fmt: skip
 # Imported but required by another package, and required but not imported (see pyproject.toml).
 INDIRECT = {

@@ -3,9 +3,9 @@
 A token passes through these modules, from bottom to top:
 
     DataBuilder             finds the sources, tokenizes or opens them, packs them into samples
-    batches/training.py     TrainBatches: step -> samples of all ranks and of this rank
-    batches/batch.py        assemble: tokens, labels and digest of a Batch
-    samples/mixture.py      SampleOrder: position in the stream -> source and sample
+    batches/iterators.py    TrainBatches: step -> samples of all ranks and of this rank
+    batches/batch.py        assemble: tokens, labels and digest of a Batch, perhaps in worker processes
+    samples/order.py        SampleOrder: position in the stream -> source and sample
     samples/packing.py      PackedSamples: sample index -> tokens of a token file
 """
 
@@ -22,18 +22,19 @@ from typing import Any, Literal
 
 from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
-from torchtitan_like.data.batches.training import StepPositions, TrainBatches
-from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.batches.iterators import StepPositions, TrainBatches, ValidationBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.best_fit import pack
-from torchtitan_like.data.samples.mixture import (
+from torchtitan_like.data.samples.order import (
+    BLOCK_SAMPLES,
     MIXTURE_VERSION,
     PATTERN,
+    PERMUTATION_VERSION,
+    WINDOW_BLOCKS,
     SampleOrder,
     Supply,
     seed_of,
 )
-from torchtitan_like.data.samples.order import BLOCK_SAMPLES, PERMUTATION_VERSION, WINDOW_BLOCKS
 from torchtitan_like.data.samples.packing import JoinedSamples, PackedSamples
 from torchtitan_like.data.samples.streaming import StreamedSamples, window_folder
 from torchtitan_like.data.text.documents import Corpus, find_corpus, user_corpus

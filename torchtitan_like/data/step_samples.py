@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder, resolve_sources
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.streaming import window_folder

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 

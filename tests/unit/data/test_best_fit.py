@@ -26,7 +26,7 @@ from tests.harness.users import as_user_without_rights
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.batch import Batch, assemble
 from torchtitan_like.data.batches.batch import Plan as ReadingPlan
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.samples import best_fit

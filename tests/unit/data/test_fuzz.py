@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 
 from torchtitan_like.config.sections_training import Data, Training
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.text import documents as document_files

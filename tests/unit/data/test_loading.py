@@ -25,12 +25,12 @@ from torchtitan_like.config.sections_training import (
     Training,
     Validation,
 )
-from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.batches.training import TrainBatches
-from torchtitan_like.data.batches.workers import (
+from torchtitan_like.data.batches.batch import (
+    Batch,
     PlannedBatches,
     describe_core_shortage,
 )
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
@@ -131,7 +131,7 @@ def test_a_source_with_less_text_than_a_step_reads_is_a_warning(
 
 
 def workers() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children() if "python" in child.name()]
+    return [child for child in psutil.Process().children() if child.name().startswith("pt_data")]
 
 
 def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Build) -> None:
@@ -157,7 +157,7 @@ import builtins, sys
 import torch
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.config.sections_training import DataLoader
-from torchtitan_like.data.batches.workers import PlannedBatches, make_reader
+from torchtitan_like.data.batches.batch import PlannedBatches, make_reader
 
 def plans():
     yield from range(1000)
@@ -273,13 +273,13 @@ def test_a_single_core_is_reported_with_and_without_workers(num_workers: int) ->
 SILENT_SCRIPT = """
 import signal, sys
 from torchtitan_like.config.sections_training import DataLoader
-from torchtitan_like.data.batches import workers
+from torchtitan_like.data.batches import batch
 
-workers.POLL_SECONDS, workers.MAX_SECONDS = 0.1, 0.2
-workers.PlannedBatches.__getitem__ = lambda self, plan: signal.pause()
-batches = workers.PlannedBatches(None, 1, with_positions=False)
+batch.POLL_SECONDS, batch.MAX_SECONDS = 0.1, 0.2
+batch.PlannedBatches.__getitem__ = lambda self, plan: signal.pause()
+batches = batch.PlannedBatches(None, 1, with_positions=False)
 is_interrupted = sys.argv[1] == "interrupted"
-next(workers.make_reader(batches, lambda: iter([1]), DataLoader(num_workers=1), lambda: is_interrupted)())
+next(batch.make_reader(batches, lambda: iter([1]), DataLoader(num_workers=1), lambda: is_interrupted)())
 """
 
 

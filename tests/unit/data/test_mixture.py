@@ -20,11 +20,11 @@ from tests.unit.data.reference import digest_of
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data import builder as data_build
 from torchtitan_like.data.batches.batch import Batch, count_valid_by_source
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
-from torchtitan_like.data.samples import mixture
-from torchtitan_like.data.samples.mixture import Origin, SampleOrder, Supply
+from torchtitan_like.data.samples import order as sample_order
+from torchtitan_like.data.samples.order import Origin, SampleOrder, Supply
 from torchtitan_like.data.text.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]
@@ -33,7 +33,7 @@ PATTERN = 64  # small, so that the tests of formulas cover many patterns
 
 @pytest.fixture
 def short_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mixture, "PATTERN", PATTERN)
+    monkeypatch.setattr(sample_order, "PATTERN", PATTERN)
 
 
 def picks(
@@ -176,12 +176,12 @@ def test_a_source_deviates_from_its_weight_by_less_than_one_sample(
         [Supply(str(n), 1000, 16.0, weight) for n, weight in enumerate(weights)], seed=3
     )
     ((_, shares),) = order.segments()
-    num_positions = 2 * mixture.PATTERN
+    num_positions = 2 * sample_order.PATTERN
     sources, _ = order.locate(np.arange(num_positions))
     positions = np.arange(1, num_positions + 1)
     for index, weight in enumerate(weights):
         share = shares[str(index)]
-        assert abs(share - weight / sum(weights)) < 1 / mixture.PATTERN
+        assert abs(share - weight / sum(weights)) < 1 / sample_order.PATTERN
         assert np.abs(np.cumsum(sources == index) - share * positions).max() < 1
 
 
@@ -521,11 +521,11 @@ def test_a_changed_mixture_is_refused_or_continues_without_repeats(
 def test_a_run_of_the_earlier_schedule_resumes_at_each_sources_position(
     tokenizer: Tokenizer, texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def sequential_schedule(counts: mixture.Indices) -> mixture.Indices:
+    def sequential_schedule(counts: sample_order.Indices) -> sample_order.Indices:
         return np.repeat(np.arange(len(counts)), counts)
 
     with monkeypatch.context() as earlier:
-        earlier.setattr(mixture, "_schedule", sequential_schedule)
+        earlier.setattr(sample_order, "_schedule", sequential_schedule)
         earlier.setattr(data_build, "MIXTURE_VERSION", 1)
         run = mixed(tokenizer, texts, WEIGHTS)
     for _ in range(3):

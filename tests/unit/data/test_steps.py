@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtitan_like.config.sections_training import Training
-from torchtitan_like.data.batches.training import StepPositions
+from torchtitan_like.data.batches.iterators import StepPositions
 
 SIZES = [(1, 2), (4, 3), (6, 8)]
 

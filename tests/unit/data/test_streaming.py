@@ -34,7 +34,7 @@ from torchtitan_like.config.sections_training import (
     Validation,
 )
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.samples import streaming

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.extensions import forgotten
-from torchtitan_like.data.batches.training import TrainBatches
+from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.text.formats import NoDocument
 from torchtitan_like.data.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ import torch
 
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.batches.validation import ValidationBatches
+from torchtitan_like.data.batches.iterators import ValidationBatches
 from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import Tokenizer
 

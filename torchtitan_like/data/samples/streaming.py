@@ -40,8 +40,7 @@ from numpy.typing import NDArray
 from torchtitan_like.config.sections_training import Data
 from torchtitan_like.data.errors import CacheWriteError, DataError
 from torchtitan_like.data.samples import best_fit, packing
-from torchtitan_like.data.samples.mixture import UNKNOWN_SIZE, seed_of
-from torchtitan_like.data.samples.order import PERMUTATION_VERSION, shuffled
+from torchtitan_like.data.samples.order import PERMUTATION_VERSION, UNKNOWN_SIZE, seed_of, shuffled
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
 from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
 from torchtitan_like.data.text.formats import Span
