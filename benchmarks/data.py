@@ -58,7 +58,8 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.documents import find_corpus
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "tests/assets/tokenizer"
@@ -162,8 +163,7 @@ def tokenizing_variants(
             source,
             policy,
             entry_of(source, "own", policy),
-            cache_folder=str(folder),
-            dump_folder=str(folder),
+            CacheFolders(str(folder), str(folder)),
         )
         return file.meta.num_tokens - 2 * file.meta.num_documents
 

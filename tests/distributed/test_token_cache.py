@@ -27,7 +27,7 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
-from torchtitan_like.data.tokens import build_once, token_cache
+from torchtitan_like.data.tokens import build_once, tokenizing
 from torchtitan_like.data.tokens.token_file import Staging
 from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.resilience.agreement import Requests
@@ -91,7 +91,7 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
 
 def build_with_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
     """Kill a worker process, like the kernel's OOM killer."""
-    append, num_cores = Staging.append, token_cache.num_cores
+    append, num_cores = Staging.append, tokenizing.num_cores
 
     def append_and_kill(self: Staging, piece: object) -> None:
         append(self, piece)  # type: ignore[arg-type]
@@ -101,11 +101,11 @@ def build_with_killed_worker(corpus: Path, run: Path) -> tuple[str, str, list[st
                     os.kill(child.pid, signal.SIGKILL)
                     return
 
-    Staging.append, token_cache.num_cores = append_and_kill, lambda: 2  # type: ignore[method-assign]
+    Staging.append, tokenizing.num_cores = append_and_kill, lambda: 2  # type: ignore[method-assign]
     try:
         return build_batches(corpus, run)
     finally:
-        Staging.append, token_cache.num_cores = append, num_cores  # type: ignore[method-assign]
+        Staging.append, tokenizing.num_cores = append, num_cores  # type: ignore[method-assign]
 
 
 def test_one_rank_builds_and_all_read(corpus: Path, tmp_path: Path) -> None:

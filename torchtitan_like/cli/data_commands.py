@@ -84,7 +84,7 @@ def configure_tokenize(parser: argparse.ArgumentParser) -> None:
 def run_tokenize(arguments: argparse.Namespace) -> int:
     """Tokenize the corpus. Returns the exit code."""
     from torchtitan_like.data.text.tokenizer import load_tokenizer
-    from torchtitan_like.data.tokens.corpus_folder import (
+    from torchtitan_like.data.tokens.tokenizing import (
         document_policy,
         join_inputs,
         summary,

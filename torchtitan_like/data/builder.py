@@ -45,11 +45,11 @@ from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_cache import (
     CacheFolders,
     Entry,
-    cached_tokens,
     entry_of,
 )
 from torchtitan_like.data.tokens.token_file import TokenFile
 from torchtitan_like.data.tokens.token_sources import open_token_source
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.util.modules import is_dotted

@@ -14,7 +14,7 @@ from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder, resolve_sources
 from torchtitan_like.data.errors import DataError
 from torchtitan_like.data.samples.streaming import window_folder
-from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME
+from torchtitan_like.data.text.file_lists import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.token_cache import CacheFolders
 from torchtitan_like.util.jsonl import read_rows

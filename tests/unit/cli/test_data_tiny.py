@@ -29,7 +29,8 @@ from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 TEXTS = [

@@ -13,10 +13,12 @@ import pytest
 
 from torchtitan_like.cli import main
 from torchtitan_like.cli.data_commands import FORMATS
-from torchtitan_like.data.text.documents import ENDINGS, find_corpus
+from torchtitan_like.data.text.documents import find_corpus
+from torchtitan_like.data.text.file_lists import ENDINGS
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 
 ASSETS = Path(__file__).parents[2] / "assets" / "tokenizer"
 SMALL_PIECE = 500  # bytes, so that the corpus has tens of pieces

@@ -17,7 +17,8 @@ from torchtitan_like.data.text import documents, formats
 from torchtitan_like.data.text.documents import Blocks, find_corpus, plan_pieces, read_piece
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 
 from .conftest import ASSETS, TEXTS, write_jsonl
 

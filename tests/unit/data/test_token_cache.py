@@ -29,12 +29,12 @@ from torchtitan_like.data.samples import best_fit
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.documents import OnBadRecord, find_corpus
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_like.data.tokens import checked_file, encoding, token_cache, token_file
+from torchtitan_like.data.tokens import checked_file, encoding, token_file, tokenizing
 from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
-from torchtitan_like.data.tokens.corpus_folder import tokenize_corpus
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy
-from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
 from torchtitan_like.data.tokens.token_file import TokenFile
+from torchtitan_like.data.tokens.tokenizing import cached_tokens, tokenize_corpus
 
 from .conftest import ASSETS, flip_bit, write_jsonl
 
@@ -110,7 +110,7 @@ def test_a_cache_is_reused_without_reading_the_corpus(
     corpus: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = cache(corpus)
-    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(tokenizing, "_build", lambda *_: pytest.fail("built again"))
     caplog.set_level(logging.INFO)
     tokenizer = load_tokenizer(ASSETS)
     started = time.process_time()
@@ -124,7 +124,7 @@ def test_a_cache_can_move_with_its_data(
 ) -> None:
     name = cache(corpus).folder.name
     shutil.move(corpus, tmp_path / "elsewhere")
-    monkeypatch.setattr(token_cache, "_build", lambda *_: pytest.fail("built again"))
+    monkeypatch.setattr(tokenizing, "_build", lambda *_: pytest.fail("built again"))
     assert cache(tmp_path / "elsewhere").folder == tmp_path / "elsewhere" / ".token_cache" / name
 
 
@@ -234,7 +234,7 @@ def test_files_that_change_while_they_are_read_are_refused(
     corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = documents.plan_pieces
-    monkeypatch.setattr(token_cache, "plan_pieces", lambda text: [plan(text), add_line(corpus)][0])
+    monkeypatch.setattr(tokenizing, "plan_pieces", lambda text: [plan(text), add_line(corpus)][0])
     with pytest.raises(DataError, match="changed during tokenization"):
         cache(corpus)
     assert visible(corpus / ".token_cache") == []
@@ -512,7 +512,8 @@ def append_and_pause(self, piece):
         sys.stdin.readline()
 token_file.Staging.append = append_and_pause
 from torchtitan_like.data.tokens.encoding import TokenPolicy
-from torchtitan_like.data.tokens.token_cache import CacheFolders, cached_tokens, entry_of
+from torchtitan_like.data.tokens.token_cache import CacheFolders, entry_of
+from torchtitan_like.data.tokens.tokenizing import cached_tokens
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")

@@ -26,7 +26,7 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.errors import DataError, DataMismatch
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.tokens import token_file, token_formats, token_sources
-from torchtitan_like.data.tokens.token_stream import TokenStream
+from torchtitan_like.data.tokens.token_sources import TokenStream
 
 from .conftest import ASSETS
 from .reference import samples_of

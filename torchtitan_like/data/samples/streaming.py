@@ -42,7 +42,8 @@ from torchtitan_like.data.errors import CacheWriteError, DataError
 from torchtitan_like.data.samples import best_fit, packing
 from torchtitan_like.data.samples.order import PERMUTATION_VERSION, UNKNOWN_SIZE, seed_of, shuffled
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples
-from torchtitan_like.data.text.documents import VISIBLE_CACHE_FOLDER_NAME, Blocks, Corpus
+from torchtitan_like.data.text.documents import Blocks, Corpus
+from torchtitan_like.data.text.file_lists import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.text.formats import Span
 from torchtitan_like.data.tokens.encoding import TokenPolicy, encode_piece
 from torchtitan_like.data.tokens.token_cache import CacheFolders, cache_key

@@ -26,7 +26,6 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,25 +33,16 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
-from torchtitan_like.data.text.documents import (
-    CACHE_FOLDER_NAME,
-    PIECES_VERSION,
-    VISIBLE_CACHE_FOLDER_NAME,
-    Corpus,
-    piece_size,
-    plan_pieces,
-)
-from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
+from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.text.documents import Corpus
+from torchtitan_like.data.text.file_lists import CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME
+from torchtitan_like.data.tokens.encoding import TokenPolicy
 from torchtitan_like.data.tokens.token_file import (
     FREE_SPACE,
     META,
     PROCESSOR,
-    Staging,
-    StagingTaken,
     TokenFile,
     open_token_file,
-    token_type,
 )
 from torchtitan_like.util.locks import LockWaitStopped, file_lock
 
@@ -91,7 +81,7 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
     """Return everything that the token file of ``corpus`` depends on, as stored in meta.json."""
     key = {
         "format_version": FORMAT_VERSION,
-        "files": _file_identities(corpus),
+        "files": file_identities(corpus),
         "text_format": corpus.format,
         "text_field": None if corpus.format == "text" else corpus.text_field,
         "tokenizer": policy.tokenizer.fingerprint,
@@ -108,7 +98,7 @@ def cache_key(corpus: Corpus, policy: TokenPolicy) -> dict[str, Any]:
     return key
 
 
-def _file_identities(corpus: Corpus) -> dict[str, Any]:
+def file_identities(corpus: Corpus) -> dict[str, Any]:
     """Return the number of files, and a hash of their relative names, sizes and times.
 
     Names are relative because a folder may be moved together with its cache.
@@ -118,35 +108,6 @@ def _file_identities(corpus: Corpus) -> dict[str, Any]:
         size, time_ns = corpus.size_and_time(file)
         state.update(f"{name}\0{size}\0{time_ns}\0".encode(errors="surrogateescape"))
     return {"count": len(corpus.files), "hash": state.hexdigest()}
-
-
-def cached_tokens(
-    corpus: Corpus,
-    policy: TokenPolicy,
-    entry: Entry,
-    folders: CacheFolders,
-    *,
-    num_workers: int | None = None,
-    stop: threading.Event | None = None,
-) -> TokenFile:
-    """Open or build the token file of ``corpus``. Any number of processes may call it at once.
-
-    entry: `entry_of` the corpus. num_workers: processes that tokenize (None: one for each core);
-    the result does not depend on it. stop: an event that ends the build with `BuildStopped`.
-
-    Raises DataError for text that cannot be read, a corpus without text, and if no cache folder is
-    writable.
-    """
-    return folders.find_or_build(
-        entry.name,
-        entry.open,
-        lambda folder: _build(corpus, policy, folder, entry.key, num_workers or num_cores(), stop),
-        corpus.folder,
-        stop=stop,
-    )
-
-
-# ---- folders
 
 
 @dataclass(frozen=True)
@@ -271,7 +232,7 @@ def _locked(
 
     Raises BuildStopped if ``stop`` is set during the wait.
     """
-    with _write_errors(entry):
+    with write_errors(entry):
         stream = lock.open("w")
     with stream, ExitStack() as stack:
         try:
@@ -295,15 +256,12 @@ def _locked(
         yield
 
 
-# ---- building
-
-
 class BuildStopped(Exception):
     """Another thread ended the build. Committed pieces are kept."""
 
 
 @contextmanager
-def _write_errors(folder: Path) -> Iterator[None]:
+def write_errors(folder: Path) -> Iterator[None]:
     """Convert an OSError into a CacheWriteError that names the token cache ``folder``."""
     try:
         yield
@@ -312,110 +270,6 @@ def _write_errors(folder: Path) -> Iterator[None]:
             f"cannot write the token cache {folder}: {error}. The finished part is kept: "
             f"{FREE_SPACE} to continue"
         ) from error
-
-
-def _build(
-    corpus: Corpus,
-    policy: TokenPolicy,
-    folder: Path,
-    key: dict[str, Any],
-    num_workers: int,
-    stop: threading.Event | None,
-) -> TokenFile:
-    """Tokenize the corpus. Continues after the last committed piece of a build that was killed."""
-    unfinished = folder.with_name(f".{folder.name}.building-{PIECES_VERSION}")
-    vocab_size, has_masks = policy.tokenizer.vocab_size, corpus.processor is not None
-    with _write_errors(folder):
-        staging = Staging(unfinished, token_type(vocab_size, has_masks=has_masks))
-    try:
-        _append_pieces(staging, corpus, policy, folder, num_workers, stop)
-        _check(staging, corpus, key)
-        with _write_errors(folder):
-            staging.publish(folder, key)
-    except BrokenProcessPool as error:
-        raise WorkerKilled(
-            f"a process that tokenizes {corpus.folder} was killed, usually because memory ran low. "
-            f"The token cache {folder} is not finished: start again to continue after "
-            f"{staging.num_pieces:,} pieces, or build it with fewer processes "
-            "(titan data tokenize --workers)"
-        ) from error
-    except OSError as error:
-        raise DataError(
-            f"the token cache {folder} is not finished: {error}; the finished part is kept"
-        ) from error
-    except (StagingTaken, BuildStopped, CacheWriteError):
-        raise
-    except DataError:
-        staging.discard()  # useless: the files have to change
-        raise
-    finally:
-        staging.close()
-    built = open_token_file(folder, key)
-    assert built is not None
-    return built
-
-
-def _append_pieces(
-    staging: Staging,
-    corpus: Corpus,
-    policy: TokenPolicy,
-    folder: Path,
-    num_workers: int,
-    stop: threading.Event | None,
-) -> None:
-    """Append the missing pieces and log progress."""
-    pieces = plan_pieces(corpus)
-    remaining = pieces[staging.num_pieces :]
-    total = sum(map(piece_size, pieces))
-    done = total - sum(map(piece_size, remaining))
-    progress = Progress(total, done, staging.meta.num_tokens)
-    resumed = (
-        f", continuing after {staging.num_pieces} of {len(pieces)} pieces"
-        if staging.num_pieces
-        else ""
-    )
-    logger.info(
-        f"tokenizing {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, "
-        f"into {folder}{resumed}"
-    )
-    bytes_before = staging.meta.text_bytes
-
-    def report(text_bytes: int, added: int = 0) -> None:
-        """Log progress. text_bytes: encoded so far by this process and its workers."""
-        if stop is not None and stop.is_set():
-            raise BuildStopped
-        uncommitted = text_bytes - (staging.meta.text_bytes - bytes_before)
-        line = progress.line(added, staging.meta.num_tokens, max(uncommitted, 0))
-        if line:
-            logger.info(f"tokenizing {corpus.folder}: {line}")
-
-    first_bad = ""
-    encoded_pieces = encode_all(corpus, remaining, policy, num_workers, report)
-    for piece, encoded in zip(remaining, encoded_pieces, strict=True):
-        with _write_errors(folder):
-            staging.append(encoded)
-        first_bad = first_bad or encoded.first_bad
-        report(0, piece_size(piece))
-    meta = staging.meta
-    if meta.num_bad:
-        example = f", the first of them: {first_bad}" if first_bad else ""
-        logger.warning(f"{corpus.folder}: skipped {meta.num_bad:,} bad records{example}")
-    empty = f" ({meta.num_empty:,} empty ones skipped)" if meta.num_empty else ""
-    logger.info(
-        f"tokenized: {meta.num_documents:,} documents{empty}, {meta.num_tokens:,} tokens, "
-        f"{progress.rates(meta.num_tokens)}"
-    )
-
-
-def _check(staging: Staging, corpus: Corpus, key: dict[str, Any]) -> None:
-    """Raise DataError if the token file must not be published."""
-    if _file_identities(corpus) != key["files"]:
-        raise DataError(
-            f"files in {corpus.folder} changed during tokenization. Expected no change: start "
-            "again when they are complete"
-        )
-    if staging.meta.num_documents == 0:
-        raise DataError(f"no text in {corpus}. Expected documents: check the path")
 
 
 def user_cache(variables: Mapping[str, str]) -> Path:

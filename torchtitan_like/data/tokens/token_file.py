@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import xxhash
@@ -40,11 +40,13 @@ from torchtitan_like.data.tokens.checked_file import (
     hashed_stream,
     table_path,
 )
-from torchtitan_like.data.tokens.token_stream import Tokens
 from torchtitan_like.util.extents import HashedStream
 from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
+
+if TYPE_CHECKING:
+    from torchtitan_like.data.tokens.token_sources import TokenStream
 
 TOKENS, OFFSETS, META = "tokens.bin", "offsets.bin", "meta.json"
 CONTENT_KEYS = {"meta", "dtype", "key"}  # keys of meta.json, in addition to their digest
@@ -107,7 +109,7 @@ class TokenFile:
     """
 
     folder: Path
-    tokens: Tokens
+    tokens: CheckedArray | TokenStream
     offsets: NDArray[np.uint64] | CheckedArray
     meta: TokenMeta
     has_masks: bool = False

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,6 @@ from torchtitan_like.data.tokens.token_file import (
     open_token_file,
     token_type,
 )
-from torchtitan_like.data.tokens.token_stream import TokenPart
 
 ENDINGS = (".bin", ".idx", ".npy")
 CHUNK = 2**22  # entries of a file or index that are read at a time
@@ -52,6 +52,25 @@ _NPY_TYPES = ("uint16", "uint32", "int32", "int64")
 # CPython 3.11 two threads that parse Python source can fail with "AST constructor recursion depth
 # mismatch" (fixed in 3.12).
 _NPY_HEADER_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class TokenPart:
+    """A token file, with its index if it has one. Can be pickled.
+
+    tokens: (num_tokens,) integers.
+    files: the file of the tokens, then the file of the index.
+    starts(eos_id): yields the first token of each document, empty ones included, as non-decreasing
+        chunks of int64. It checks the index.
+    is_flat: the file has no index. Documents end at ``eos_id``; None: the file is one document.
+    offsets: (num_documents + 1,) uint64, the starts as an array, if one exists.
+    """
+
+    tokens: CheckedArray
+    files: tuple[Path, ...]
+    starts: Callable[[int | None], Iterator[NDArray[np.int64]]]
+    is_flat: bool = False
+    offsets: CheckedArray | None = None
 
 
 def open_part(file: Path, tokenizer: Tokenizer, token_dtype: str) -> TokenPart:

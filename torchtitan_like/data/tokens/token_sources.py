@@ -4,6 +4,9 @@ No BOS or EOS is added. The files of a source, in the order of their names, are 
 sample may continue in the next file. The starts of documents are computed once, if needed, and
 stored in the token cache (8 bytes each). The sizes of its files and samples of their bytes identify
 a source, independently of their paths.
+
+A start cannot read a terabyte to check all ids. Every id is therefore compared with the vocabulary
+when it is read: no id outside the vocabulary reaches the embedding.
 """
 
 from __future__ import annotations
@@ -11,12 +14,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import xxhash
@@ -24,7 +28,7 @@ from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
 from torchtitan_like.data.errors import DataError
-from torchtitan_like.data.text.documents import files_below, matching
+from torchtitan_like.data.text.file_lists import files_below, matching
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.build_once import read_once
 from torchtitan_like.data.tokens.checked_file import (
@@ -45,8 +49,7 @@ from torchtitan_like.data.tokens.token_file import (
     TokenMeta,
     written_with_hashes,
 )
-from torchtitan_like.data.tokens.token_formats import ENDINGS, is_cache, open_part
-from torchtitan_like.data.tokens.token_stream import TokenPart, TokenStream
+from torchtitan_like.data.tokens.token_formats import ENDINGS, TokenPart, is_cache, open_part
 from torchtitan_like.distributed.world import HostGroup
 
 logger = logging.getLogger()
@@ -61,6 +64,93 @@ NUM_PIECES = 8
 PIECE_BYTES = 2**14
 NUM_THREADS = 16  # that read from the file server
 FILES_AT_A_TIME = 1024  # files whose pieces are in memory
+
+
+class TokenStream:
+    """The concatenated tokens of ``parts``.
+
+    Supports len(), slices of step 1 and arrays of indices, which return copies. Reading raises
+    DataError, with file and index, for an id that is negative or not below ``vocab_size``.
+
+    dtype: unsigned, the widest dtype of the parts.
+    vocabulary: the tokenizer's name, for messages.
+    """
+
+    def __init__(self, parts: Sequence[TokenPart], vocab_size: int, vocabulary: str) -> None:
+        self.parts = tuple(parts)
+        # As unsigned integers, negative ids are large: one comparison detects both errors.
+        self._tokens = [part.tokens.view(f"<u{part.tokens.dtype.itemsize}") for part in parts]
+        self.dtype = max(
+            (tokens.dtype for tokens in self._tokens), key=lambda dtype: dtype.itemsize
+        )
+        self.starts: list[int] = [0, *np.cumsum([len(tokens) for tokens in self._tokens]).tolist()]
+        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
+        self._may_exceed = vocab_size < 2 ** (8 * self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, key: slice | NDArray[Any]) -> NDArray[Any]:
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            assert step == 1, step
+            row: NDArray[Any] = self.rows(np.array([start]), max(stop - start, 0))[0]
+            return row
+        indices = key.ravel()
+        part_of = np.searchsorted(self.starts, indices, side="right") - 1
+        ids = np.empty(indices.shape, self.dtype)
+        for part in np.unique(part_of).tolist():
+            in_part = part_of == part
+            ids[in_part] = self._tokens[part][indices[in_part] - self.starts[part]]
+        self._check(ids, lambda flat_index: int(indices[flat_index]))
+        return ids.reshape(key.shape)
+
+    def rows(self, first: NDArray[np.int64], length: int) -> NDArray[Any]:
+        """Return [first, first + length) for each of ``first`` (rows,), as (rows, length)."""
+        rows = np.empty((len(first), length), self.dtype)
+        for row, start in zip(rows, first.tolist(), strict=True):
+            self._copy(row, start)
+        self._check(rows, lambda index: int(first[index // length]) + index % length)
+        return rows
+
+    def fill(self, out: NDArray[Any], first: int) -> None:
+        """Fill ``out`` with the tokens from index ``first`` on."""
+        self._copy(out, first)
+        self._check(out, lambda index: first + index)
+
+    def _copy(self, row: NDArray[Any], start: int) -> None:
+        """Fill ``row`` with the tokens from ``start`` on, across parts."""
+        part = bisect_right(self.starts, start) - 1
+        num_filled = 0
+        while num_filled < len(row):
+            tokens = self._tokens[part]
+            offset = start + num_filled - self.starts[part]
+            count = min(len(row) - num_filled, len(tokens) - offset)
+            if tokens.dtype == row.dtype:
+                tokens.fill(row[num_filled : num_filled + count], offset)
+            else:
+                row[num_filled : num_filled + count] = tokens[offset : offset + count]
+            num_filled += count
+            part += 1
+
+    def _check(self, ids: NDArray[Any], stream_index: Callable[[int], int]) -> None:
+        """Raise DataError for an id outside the vocabulary.
+
+        stream_index: maps a flat index of ``ids`` to an index of the stream.
+        """
+        if not self._may_exceed or not ids.size or int(ids.max()) < self._vocab_size:
+            return
+        index = stream_index(int(np.argmax(ids.ravel() >= self._vocab_size)))
+        part = bisect_right(self.starts, index) - 1
+        tokens = self.parts[part].tokens
+        offset = index - self.starts[part]
+        raise DataError(
+            f"{self.parts[part].files[0]}: token {offset:,} (counted from 0) is {tokens[offset]}. "
+            f"Expected ids from 0 to {self._vocab_size - 1}, the vocabulary of {self._vocabulary}: "
+            "give the tokenizer of the file, or, if its ids are not "
+            f"{tokens.dtype.name}, correct the file (for a flat .bin: the source's `token_dtype`)"
+        )
 
 
 @dataclass(frozen=True)
