@@ -20,9 +20,6 @@ from typing import NamedTuple
 
 from tests.harness.runner import ROOT
 
-COPIED = ("torchtitan_like", "tests", "scripts", "train_configs", "benchmarks", "docs")
-COPIED_FILES = ("pyproject.toml", "run_train.sh", "run_tests.sh", "CONTRIBUTING.md", "README.md")
-
 
 class Mutation(NamedTuple):
     """A wrong line. before, after: text in `file` of the package. tests: words for pytest."""
@@ -186,11 +183,12 @@ MUTATIONS = (
 
 
 def copy_repository(folder: Path) -> None:
-    """Copy what tests need, without caches."""
-    ignored = shutil.ignore_patterns("__pycache__", ".*")
-    for name in COPIED:
-        shutil.copytree(ROOT / name, folder / name, ignore=ignored, symlinks=True)
-    for name in COPIED_FILES:
+    """Copy the files that git knows, with uncommitted changes."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, folder / name)
 
 
