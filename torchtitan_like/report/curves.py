@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -84,16 +84,12 @@ class Curve:
     def thinned(self, max_points: int) -> Curve:
         """Return the curve with the rows that `decimate` chooses."""
         kept = decimate(self.values, max_points)
-        return Curve(
-            self.label,
-            self.color,
-            self.step[kept],
-            self.tokens[kept],
-            self.hours[kept],
-            self.values[kept],
-            self.is_raw,
-            self.is_dashed,
-            self.has_markers,
+        return replace(
+            self,
+            step=self.step[kept],
+            tokens=self.tokens[kept],
+            hours=self.hours[kept],
+            values=self.values[kept],
         )
 
 

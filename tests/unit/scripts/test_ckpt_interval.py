@@ -76,7 +76,7 @@ def test_interval_reads_the_times_of_a_run(
     assert lines[4].split()[0] == "744"
     nowhere = tmp_path / "nowhere"
     code, text = run(capsys, "--run", nowhere, "--mtbf-hours", 12)
-    assert code == 2 and text.startswith(f"{nowhere} is not the folder of a run: cannot read")
+    assert code == 2 and text.startswith(f"{nowhere} is not the folder of a run: it has none of")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "time": 1}\n')
     code, text = run(capsys, "--run", tmp_path, "--mtbf-hours", 12)
     assert code == 2 and text.startswith(f"{tmp_path} has 2 full checkpoints and 1 steps.")
