@@ -80,7 +80,8 @@ def draw(charts: Sequence[Chart], marks: Sequence[EventMarks], *, shows_events: 
             else:
                 figure.legend.visible = False
             figures[f"{number} {scale}"] = figure
-    resources = Resources(mode="inline", components=["bokeh"]).render_js()
+    # Bokeh warns of the hidden figures, which have no range yet.
+    resources = Resources(mode="inline", components=["bokeh"], log_level="error").render_js()
     script, divisions = components(figures)
     html = [
         "".join(part for name, part in divisions.items() if name.split()[0] == str(number))

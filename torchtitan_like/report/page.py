@@ -76,7 +76,7 @@ def render_page(
     marks = [mark for history in histories for mark in build_marks(history)]
     shows_events = len(histories) == 1
     drawing = draw(charts, marks, shows_events=shows_events)
-    scripts = f"{drawing.scripts}<script>{_asset('page.js')}</script>"
+    script = _asset("page.js")
     drawn = list(zip(charts, drawing.charts, strict=True))
     return (
         _templates()
@@ -89,18 +89,19 @@ def render_page(
             is_redacted=is_redacted,
             refresh_seconds=refresh_seconds,
             written=time.time(),
-            policy=_policy(scripts),
+            policy=_policy([*_SCRIPT.findall(drawing.scripts), script]),
             style=_asset("page.css"),
-            scripts=scripts,
+            drawing_scripts=drawing.scripts,
+            script=script,
         )
     )
 
 
-def _policy(scripts: str) -> str:
+def _policy(scripts: Sequence[str]) -> str:
     """Return a Content-Security-Policy: the browser runs these scripts and loads nothing else."""
     hashes = [
         f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'"
-        for code in _SCRIPT.findall(scripts)
+        for code in scripts
     ]
     return (
         f"default-src 'none'; script-src {' '.join(hashes)}; "
