@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -39,15 +38,11 @@ from torchtitan_like.util.run_directory import (
     files_of_ranks,
     log_file,
     numbered_attempts,
+    parse_config,
     read_errors,
     read_first_error,
     read_heartbeats,
 )
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_WARNINGS = 200  # distinct ones of an attempt
 MAX_LOG_LINE = 2**16  # bytes that are read of a line
@@ -215,7 +210,7 @@ def _read_settings(file: Path, label: str, problems: list[str]) -> dict[str, Any
     label: the file's name in a problem.
     """
     try:
-        table = tomllib.loads(read_text(file))
+        table = parse_config(read_text(file))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

@@ -142,12 +142,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     """Return the resolved configuration of a run. Raises ValueError if it cannot be used."""
     try:
         return read_config(run)
-    except OSError as error:
-        raise ValueError(
-            f"{run / CONFIG} cannot be read: {error.strerror}. Expected the configuration of a run. "
-            "Copy the file from the newest folder below attempts/."
-        ) from error
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(
             f"{run / CONFIG} is damaged: {error}. Expected TOML, as the trainer writes it. "
             "Copy the file from the newest folder below attempts/."

@@ -113,13 +113,6 @@ def test_a_malformed_heartbeat_is_ignored(run: Path) -> None:
     assert line.startswith("1 of 1 ranks in step 11")
 
 
-def test_watch_shows_why_a_run_ended(run: Path) -> None:
-    write_heartbeat(run, 0, step=11, micro_batch=0, seconds=1e5)
-    (run / "exit.json").write_text('{"reason": "requeue", "code": 75, "step": 10}')
-    text = "\n".join(Status.read(run, NOW).lines())
-    assert "stopped: requeue (code 75) at step 10" in text and "SILENT" not in text
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [(7, "7 s"), (306, "5:06 min"), (14_700, "4:05 h"), (273_900, "3 d 04:05 h")],
@@ -215,23 +208,16 @@ def test_damaged_metrics_are_reported(
 # ---- ls
 
 
-def test_states_of_runs(run: Path) -> None:
+def test_ls_lists_the_runs_below_a_folder(run: Path) -> None:
     done = write_run(run.parent / "deeper/done", NOW - 1e6)
     (done / "exit.json").write_text('{"reason": "done", "code": 0, "step": 10}')
-    hung = write_run(run.parent / "hung", NOW - 100)
     alive = write_run(run.parent / "zeta", NOW - 100)  # no new row, but a heartbeat
     write_heartbeat(alive, 0, step=11, micro_batch=0, seconds=5)
-    damaged = write_run(run.parent / "damaged", NOW)
-    (damaged / "exit.json").write_text("[]")
     (run.parent / ".hidden").mkdir()
     write_run(run.parent / ".hidden/run", NOW)
     summaries = {Path(summary.path): summary for summary in list_runs(run.parent, NOW)}
-    states = {path: summary.format_row(NOW).split()[1] for path, summary in summaries.items()}
-    assert states == {
-        run: "running", done: "stopped:", hung: "hung", alive: "running", damaged: "unreadable",
-    }  # fmt: skip
+    assert list(summaries) == [run, done, alive]
     assert (summaries[done].state, summaries[done].reason) == ("stopped", "done")
-    assert summaries[hung].detail == "no progress for 1:42 min"
     first = summaries[run]
     assert (first.step, first.total_steps, first.loss, first.checkpoint) == (10, 100, 3.5, 10)
     assert summaries[alive].num_attempts == 2 and summaries[alive].updated == NOW - 5
