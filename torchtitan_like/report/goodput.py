@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from torchtitan_like.report.state import STALL_FACTOR
 
-# Class -> its meaning, in the order of the waterfall.
+# Class -> its meaning, in the order of the tables.
 CLASSES = {
     "start_up": "start of an attempt until its first step is done",
     "training": "steps that advanced the run",

@@ -29,6 +29,7 @@ from torchtitan_like.util.run_directory import (
     ranks_with_errors,
     read_exit,
     read_heartbeats,
+    step_number,
 )
 from torchtitan_like.util.units import format_clock
 
@@ -164,12 +165,12 @@ def median_step_seconds(rows: Sequence[Row]) -> float | None:
 def _last_sign(
     run: Path, attempt: Path | None, beats: Mapping[int, Row], rows: Sequence[Row]
 ) -> float:
-    """Return the time of the newest row or heartbeat; before them, of the start of the attempt."""
+    """Return the time of the newest row or heartbeat; before heartbeats, also of the start."""
     signs = [row["time"] for row in rows[-1:]]
     signs += [beat["time"] for beat in beats.values() if beat.get("time") is not None]
-    if not signs:
-        signs.append((run if attempt is None else attempt).stat().st_mtime)
-    return float(max(signs))
+    if not beats and attempt is not None:
+        signs.append(attempt.stat().st_mtime)
+    return float(max(signs)) if signs else run.stat().st_mtime
 
 
 def _cause(run: Path, end: RunEnd) -> str:
@@ -187,10 +188,9 @@ def _cause(run: Path, end: RunEnd) -> str:
 def _advice(attempt: Path | None, end: RunEnd) -> str:
     """Return what to do after an end."""
     if end.code == ExitCode.BAD_NUMBERS and attempt is not None:
-        bundles = {
-            int(path.stem[5:]): path for path in (attempt / BAD_STEPS).glob("step-[0-9]*.json")
-        }
-        return f"titan run replay {bundles[max(bundles)]}" if bundles else ""
+        paths = (attempt / BAD_STEPS).glob("*.json")
+        bundles = [(step, path) for path in paths if (step := step_number(path.stem)) is not None]
+        return f"titan run replay {max(bundles)[1]}" if bundles else ""
     return "The same command continues the run." if end.code in WORTH_A_RETRY else ""
 
 

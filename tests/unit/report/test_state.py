@@ -162,6 +162,13 @@ def _write_only_exit(run: Path) -> None:
     write_exit(run, RunEnd("bad_config", 78, None))
 
 
+def _start_again(run: Path) -> None:
+    """The newest row is older than an hour, and the new ranks have no heartbeat yet."""
+    write_rows(run / "metrics.jsonl", [step_row(1, NOW - 4000.0)])
+    (run / "attempts/2").mkdir(parents=True)
+    os.utime(run / "attempts/2", (NOW, NOW))
+
+
 def _append_damage(run: Path) -> None:
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b'{"step": 21, "loss": \n\xff\n{"step": "x"}\n{"step": 22, "time": "no"}\n{"st')
@@ -171,6 +178,7 @@ def _append_damage(run: Path) -> None:
 VIEWS: dict[str, tuple[Callable[[Path, int], object], str]] = {
     "running": (lambda run, _: write_heartbeats(run, [1], host="elsewhere"), "running"),
     "started": (lambda run, _: (run / "attempts/1").mkdir(parents=True), "running"),
+    "started again": (lambda run, _: _start_again(run), "running"),
     "hung": (
         lambda run, _: write_rows(run / "metrics.jsonl", [step_row(1, NOW - 70.0)]),
         "hung",
