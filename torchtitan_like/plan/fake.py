@@ -85,6 +85,8 @@ class FakeDeviceModule:
         # Outside of the fake mode, FSDP2 makes tensors without elements. They are the only real ones.
         self._library = torch.library.Library("aten", "IMPL")
         self._library.impl("empty.memory_format", _empty, "PrivateUse1")
+        # Torch divides an operator of a device without a kernel. GPUs have one for this operator.
+        self._library.impl("silu_backward", _no_kernel, "PrivateUse1")
         self._streams = [FakeStream(recorder, recorder.stream)]
 
     def Stream(self, *args: Any, priority: int = 0, **kwargs: Any) -> FakeStream:
@@ -147,6 +149,10 @@ def _empty(size: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Te
             "a fake one; allocate it within World.allocating"
         )
     return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
+
+
+def _no_kernel(*args: Any) -> Tensor:
+    raise NotImplementedError(f"a kernel on the device {DEVICE_TYPE}. It runs on fake tensors only")
 
 
 def register_device(recorder: Recorder) -> torch.device:

@@ -8,7 +8,7 @@ import pytest
 
 from torchtitan_like.check import load_checked
 from torchtitan_like.config import JobConfig
-from torchtitan_like.plan.dry_memory import assumptions, plan_memory
+from torchtitan_like.plan.dry_memory import assumptions, dry_runs, plan_memory
 from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.layouts import with_settings
 from torchtitan_like.plan.ledger import RankMemory
@@ -35,6 +35,16 @@ def test_offloaded_activations_are_in_host_memory() -> None:
     assert offloaded.by_category.get("activations", 0) < saved / 20
     # The allocator of pinned memory rounds each up to a power of two.
     assert saved < offloaded.host - kept.host < 2 * saved
+
+
+def test_a_kernel_that_gpus_have_is_not_divided() -> None:
+    config = loaded("--activation_checkpoint.mode=none")
+    (run,) = dry_runs(config, 1, load_gpu("h100-80g"))
+    step = run.recording.between("step 1", "step 2")
+    num_layers = sum(item.op == "silu" for item in step)
+    assert num_layers > 1
+    assert sum(item.op == "silu_backward" for item in step) == num_layers
+    assert not any("sigmoid" in item.op for item in step)
 
 
 def test_a_plan_says_what_it_cannot_know() -> None:
