@@ -1,12 +1,12 @@
-"""Measure a machine, and write the cluster file that `titan plan --cluster` reads.
+"""Measure a machine, and write the cluster and device files that `titan plan --cluster` reads.
 
 Start one process per GPU, or per CPU rank:
 
     torchrun --nproc_per_node=8 -m benchmarks.calibrate -o my_cluster.toml --gpu h100-80g
 
-A GPU is described by its data sheet. Measured are at most three constants of its cluster: the shares
-of the peak and of the memory bandwidth that kernels reach, and the bandwidth between nodes. A CPU has
-no data sheet: measured rates are the device, of which kernels reach all.
+The device file of a GPU is its data sheet with what was measured: the shares of the peaks and of the
+memory bandwidth that kernels reach, and the time in which the host issues an operator. The cluster
+has the bandwidth between nodes. A CPU has no data sheet: its peaks are the measured rates.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from torchtitan_like.cli.common import ProgressLine
+from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.memory import cpu_model, resident_bytes
 from torchtitan_like.node.machine import host_name
 from torchtitan_like.node.ranks import join_ranks, launched_ranks, num_cores
-from torchtitan_like.plan.clusters import Cluster, cluster_text, load_cluster
+from torchtitan_like.plan.clusters import cluster_text, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text, load_gpu
 from torchtitan_like.plan.record import Progress, Recorder
@@ -72,7 +73,7 @@ class Sizes(NamedTuple):
 SIZES: Mapping[str, Sizes] = {
     "cuda": Sizes(
         ((8192, 4096, 4096), (8192, 4096, 14336), (8192, 14336, 4096), (4096, 8192, 8192)),
-        (torch.bfloat16,),
+        (torch.bfloat16, torch.float32),
         (2**16, 2**12),
         (2**16, 2**28),
     ),
@@ -136,7 +137,8 @@ class Collective(NamedTuple):
 class Measured:
     """Seconds of the slowest rank.
 
-    operator: of a kernel on few numbers. attention: "forward" and "backward", only of a CPU.
+    operator: of a kernel on few numbers; of a GPU, in which the host issues one.
+    attention: "forward" and "backward", only of a CPU.
     collectives: by kind, of all ranks; of GPUs only all-reduces between nodes. ranks_per_node: that
     were started. memory_gib: of the device, for each rank. outside_gib: of a rank without tensors.
     """
@@ -212,8 +214,10 @@ def describe_cpu(measured: Measured, key: str, name: str) -> Gpu:
         launch_us=_rounded(measured.operator * 1e6),
         host_operator_us=0.0,
         attention={
-            pass_: _attention(each, measured.operator, peak)
-            for pass_, each in measured.attention.items()
+            1: {
+                pass_: _attention(each, measured.operator, peak)
+                for pass_, each in measured.attention.items()
+            }
         },
         collectives={
             kind: _collective(kind, each, measured.num_ranks)
@@ -274,32 +278,41 @@ def _contradiction(first: str, second: str) -> ValueError:
     )
 
 
-def calibrate_gpus(measured: Measured, gpu: Gpu, cluster: Cluster) -> Cluster:
-    """Return the cluster with the measured constants. gpu: by its data sheet."""
-    shares = []
+def describe_gpu(measured: Measured, gpu: Gpu, key: str) -> Gpu:
+    """Return a GPU with the measured shares. gpu: by its data sheet."""
+    shares: dict[str, list[float]] = {}
     for product in measured.products:
         flops = product.flops / len(product.operands)
         at_peak = sum(
             flops / fill_share(each, gpu.multiprocessors, product.dtype)
             for each in product.operands
         )
-        shares.append(at_peak / (gpu.peak_tflops[product.dtype] * 1e12) / product.seconds)
+        share = at_peak / (gpu.peak_tflops[product.dtype] * 1e12) / product.seconds
+        shares.setdefault(product.dtype, []).append(share)
     kernels = measured.kernels
-    cluster = replace(
-        cluster,
-        gpu=gpu.key,
-        gpus_per_node=measured.ranks_per_node,
-        matmul_efficiency=min(1.0, _rounded(statistics.median(shares))),
-        memory_efficiency=min(
-            1.0, _rounded(kernels.num_bytes / kernels.seconds / (gpu.hbm_tb_s * 1e12))
-        ),
+    bandwidth = kernels.num_bytes / kernels.seconds
+    return replace(
+        gpu,
+        key=key,
+        name=f"{gpu.name}, measured",
+        matmul_share={
+            **gpu.matmul_share,
+            **{
+                dtype: min(1.0, _rounded(statistics.median(each))) for dtype, each in shares.items()
+            },
+        },
+        memory_share=min(1.0, _rounded(bandwidth / (gpu.hbm_tb_s * 1e12))),
+        host_operator_us=_rounded(measured.operator * 1e6),
     )
+
+
+def network_gb_s(measured: Measured) -> float | None:
+    """Return the bandwidth of a GPU's network card; None on one node."""
     if "all_reduce" not in measured.collectives:
-        return cluster
+        return None
     # An all-reduce sends each byte twice, over all network cards of a node.
     _, gb_s = _collective("all_reduce", measured.collectives["all_reduce"], measured.num_ranks)
-    card = 2 * gb_s / measured.ranks_per_node / NETWORK_SHARE
-    return replace(cluster, inter_node_gb_s=_rounded(card))
+    return _rounded(2 * gb_s / measured.ranks_per_node / NETWORK_SHARE)
 
 
 def _rounded(value: float) -> float:
@@ -395,7 +408,10 @@ def measure_machine(
     ]
     num_bytes, number, work = (_block_kernels if is_cpu else _one_kernel)(sizes.kernels, device)
     kernels = Kernels(num_bytes, number, bench.median("kernels limited by memory", work))
-    _, number, work = _block_kernels(FEW_NUMBERS, device)
+    if is_cpu:
+        _, number, work = _block_kernels(FEW_NUMBERS, device)
+    else:
+        number, work = _model_operators(device)
     operator = bench.median("small operators", work) / number
     attention: dict[str, list[Attention]] = {}
     for seq_len, dim in shapes:
@@ -504,6 +520,25 @@ def _block_kernels(shape: tuple[int, int], device: str) -> tuple[int, int, Calla
     return sum(map(traffic, items)), len(items), work
 
 
+def _model_operators(device: str) -> tuple[int, Callable[[], object]]:
+    """Return the number of operators of a small model's forward and backward, and both as a function.
+
+    The host's time of a model is mostly that of modules and autograd, which a kernel alone has not.
+    """
+    spec = get_spec("llama3")
+    model = spec.build(resolve_args(spec, "debugmodel", {"dim": 64, "n_heads": 4}))
+    model.to(device, torch.bfloat16)
+    tokens = torch.zeros(1, 8, dtype=torch.int64, device=device)
+
+    def work() -> None:
+        model(tokens).sum().backward()
+
+    recorder = Recorder("cpu")
+    with recorder:
+        work()
+    return len(recorder.recording.work), work
+
+
 def _attention_works(seq_len: int, head_dim: int) -> dict[tuple[str, int], Callable[[], object]]:
     """Return causal attention by (pass, FLOPs of a score and element).
 
@@ -575,35 +610,41 @@ def calibrate(
 
 
 def files_of(measured: Measured, gpu: Gpu | None, output: Path) -> dict[Path, str]:
-    """Return the cluster file, and on a CPU (`gpu` is None) the file of the device."""
-    start = replace(load_cluster("default"), key=output.stem, fitted_rows=("kernels",))
+    """Return the device file and the cluster file. gpu: by its data sheet; None on a CPU."""
+    device_path = output.with_name(f"{output.stem}_device.toml")
     made = f"Measured by benchmarks/calibrate.py with torch {torch.__version__}"
-    if gpu is not None:
+    ranks = f"{measured.num_ranks} {'CPU rank' if gpu is None else 'GPU'}"
+    cluster = replace(
+        load_cluster("default"),
+        key=output.stem,
+        name=f"{ranks}{'s' if measured.num_ranks > 1 else ''}, measured",
+        gpu=device_path.name,
+        matmul_factor=1.0,
+        fitted_rows=("kernels",),
+    )
+    if gpu is None:
+        num_threads = torch.get_num_threads()
+        name = f"{cpu_model()}, {num_threads} thread{'s' if num_threads > 1 else ''} of a rank"
+        device = describe_cpu(measured, device_path.stem, name)
         cluster = replace(
-            calibrate_gpus(measured, gpu, start),
-            name=f"{gpu.name}, measured",
+            cluster,
+            gpus_per_node=max(num_cores(), measured.ranks_per_node),
+            error_percent=CPU_ERROR_PERCENT,
+            error_source=CPU_ERROR_SOURCE,
+        )
+        network = "and the network is not used"
+    else:
+        device = describe_gpu(measured, gpu, device_path.stem)
+        gb_s = network_gb_s(measured)
+        cluster = replace(
+            cluster,
+            gpus_per_node=measured.ranks_per_node,
+            inter_node_gb_s=gb_s or cluster.inter_node_gb_s,
             error_percent=GPU_ERROR_PERCENT,
             error_source=GPU_ERROR_SOURCE,
         )
-        constants = ["matmul_efficiency", "memory_efficiency"]
-        constants += ["inter_node_gb_s"] if measured.collectives else []
-        comment = f"{made}: {', '.join(constants)}.\nThe others are those of the cluster `default`."
-        return {output: cluster_text(cluster, comment)}
-    device_path = output.with_name(f"{output.stem}_device.toml")
-    num_threads = torch.get_num_threads()
-    name = f"{cpu_model()}, {num_threads} thread{'s' if num_threads > 1 else ''} of a rank"
-    device = describe_cpu(measured, device_path.stem, name)
-    cluster = replace(
-        start,
-        name=f"{measured.num_ranks} CPU rank{'s' if measured.num_ranks > 1 else ''}, measured",
-        gpu=device_path.name,
-        gpus_per_node=max(num_cores(), measured.ranks_per_node),
-        error_percent=CPU_ERROR_PERCENT,
-        error_source=CPU_ERROR_SOURCE,
-        matmul_efficiency=1.0,
-        memory_efficiency=1.0,
-    )
-    comment = f"{made}. Its rates are in {device_path.name}; the network is not used."
+        network = "that of the network is " + ("assumed" if gb_s is None else "here")
+    comment = f"{made}. Its rates are in {device_path.name}, {network}."
     return {device_path: gpu_text(device, f"{made}."), output: cluster_text(cluster, comment)}
 
 

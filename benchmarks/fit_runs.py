@@ -2,7 +2,7 @@
 
     python -m benchmarks.fit_runs outputs/run_a outputs/run_b -o my_cluster.toml --gpu h100-80g
 
-The configuration of each run is dry-run. At most three constants are fitted, and no more than there
+The configuration of each run is dry-run. At most two constants are fitted, and no more than there
 are runs. Each run is predicted from the others; the largest error is the error band.
 """
 
@@ -42,7 +42,6 @@ from torchtitan_like.util.run_directory import CONFIG
 # Standard deviations of the fit, relative: of a run (the same TOML is published with +-6 %), and of
 # the constants from those of the cluster from which it starts.
 RUN_NOISE, CONSTANT_SPREAD = 0.04, 0.15
-MAX_CONSTANTS = 3
 NUM_ITERATIONS = 4
 STEP = 0.02  # of a logarithm, to differentiate
 
@@ -178,13 +177,13 @@ def _steady_seconds(recorded: RecordedRun) -> float:
 
 
 def constants_to_fit(runs: Sequence[MeasuredRun], cluster: Cluster) -> list[str]:
-    """Return at most three constants, and at most one for each run, the most important first."""
-    constants = ["matmul_efficiency", "memory_efficiency"]
+    """Return at most two constants, and at most one for each run, the most important first."""
+    constants = ["matmul_factor"]
     if any(run.config.parallelism.enable_async_tensor_parallel for run in runs):
         constants.append("async_tp_hidden")
     elif any(run.runs[0].dims.world_size > cluster.gpus_per_node for run in runs):
         constants.append("inter_node_gb_s")
-    return constants[: min(MAX_CONSTANTS, len(runs))]
+    return constants[: len(runs)]
 
 
 class Fitted(NamedTuple):

@@ -53,7 +53,7 @@ from torchtitan_like.plan.clusters import (
     Cluster,
     load_cluster,
     typical_cluster,
-    with_mean_shares,
+    with_mean_factor,
 )
 from torchtitan_like.plan.dry_run import DryRun, ranks_of_stages, record_ranks
 from torchtitan_like.plan.fusion import fused_memory
@@ -144,7 +144,11 @@ def settings_of(row: Row, shape: Shape, *, is_whole: bool = False) -> list[str]:
     tables: dict[str, dict[str, str]] = {
         "model": {"name": name, "flavor": flavor},
         "model.args": arguments,
-        "training": {"seq_len": row["seq_len"], "steps": "1000"},
+        "training": {
+            "seq_len": row["seq_len"],
+            "steps": "1000",
+            "attention_backend": "flash",  # torch of these years did not choose cuDNN
+        },
         "parallelism": {
             "data_parallel_replicate_degree": row["dp_replicate"],
             "data_parallel_shard_degree": row["dp_shard"],
@@ -306,20 +310,20 @@ class Fit(NamedTuple):
 # Chosen by what the rows have in common with others, before their errors were known.
 FITS = {
     "grand-teton-h100": Fit(
-        ("matmul_efficiency", "memory_efficiency", "async_tp_hidden"),
+        ("matmul_factor", "async_tp_hidden"),
         ("titan202412-8B-128-compile", "log822-8B-8-reshard-always", "asyncTP-8B-64-bf16-1"),
     ),
     "h100-hosts-2025": Fit(
-        ("matmul_efficiency", "memory_efficiency"),
+        ("matmul_factor",),
         ("log1690-q32B-8-bs2-c", "log1881-8B-8-tp1-FSDP2", "log1625-8B-8"),
     ),
     NODES_2025: Fit(
-        ("matmul_efficiency", "memory_efficiency"),
+        ("matmul_factor",),
         ("log1881-8B-64-tp1-FSDP2", "log1690-q32B-32-tp8-bs16"),
     ),
-    "h200-whitefiber": Fit(("matmul_efficiency",), ("trainy-8B-h200-64",)),
+    "h200-whitefiber": Fit(("matmul_factor",), ("trainy-8B-h200-64",)),
     "a100-64": Fit(
-        ("matmul_efficiency", "memory_efficiency"),
+        ("matmul_factor",),
         (
             "titan-a100-llama3-70B-full-bs1",
             "titan-a100-llama2-13B-selectiveop-bs2",
@@ -327,7 +331,7 @@ FITS = {
         ),
     ),
     "dgx-h100": Fit(
-        ("matmul_efficiency", "async_tp_hidden"),
+        ("matmul_factor", "async_tp_hidden"),
         ("nemo-8B-8-bf16", "nemo-70B-128-bf16", "nemo-405B-1152-bf16"),
     ),
 }
@@ -461,9 +465,9 @@ def cluster_for(row: Row, which: str) -> Cluster:
     if which == "own":
         return load_cluster(own)
     if which == "typical":
-        return typical_cluster(gpu)
+        return typical_cluster(gpu, int(row["gpus"]))
     fitted = [load_cluster(name) for name in FITS if name not in (own, NODES_2025)]
-    return with_mean_shares([cluster for cluster in fitted if cluster.gpu == gpu] or fitted)
+    return with_mean_factor([cluster for cluster in fitted if cluster.gpu == gpu] or fitted)
 
 
 def print_table(rows: Sequence[Row], cache: Path, which: str) -> None:

@@ -10,7 +10,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 # Environment variable with the process id of the launcher. The process ends when the launcher does.
 LAUNCHER = "TORCHTITAN_LIKE_LAUNCHER"
 PR_SET_PDEATHSIG = 1
+# Settings of torch's allocator. The second name is older; torch reads it if the first is not set.
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
+NVIDIA_DRIVER = Path("/proc/driver/nvidia")
 
 
 def exit_on_signals(record: Callable[[ExitCode], None] = lambda code: None) -> None:
@@ -64,6 +68,12 @@ def die_with_launcher(signum: signal.Signals) -> None:
         os.kill(os.getpid(), signum)
 
 
+def has_expandable_segments(environ: Mapping[str, str]) -> bool:
+    """Return whether the allocator of a rank on a GPU has expandable segments; by default it has."""
+    settings = next((environ[name] for name in ALLOCATOR if name in environ), EXPANDABLE)
+    return EXPANDABLE in settings.replace(" ", "")
+
+
 def begin_rank(argv: list[str]) -> CommandLine:
     """Prepare streams and signals of a rank, and remove exit.json of an earlier attempt.
 
@@ -78,6 +88,8 @@ def begin_rank(argv: list[str]) -> CommandLine:
     """
     gc.disable()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # libgomp reads it when torch is imported
+    if NVIDIA_DRIVER.exists() and not any(name in os.environ for name in ALLOCATOR):
+        os.environ[ALLOCATOR[0]] = EXPANDABLE
     open_closed_streams()
     exit_on_signals()
     is_under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ

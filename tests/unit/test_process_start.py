@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from torchtitan_like.process_start import ALLOCATOR, EXPANDABLE, has_expandable_segments
 
 # Modules in the order in which `python -m torchtitan_like.train` imports them.
 IMPORT_THE_TRAINER = """
@@ -40,6 +43,35 @@ os.system("echo $OMP_WAIT_POLICY")
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert result.stdout.strip() == (given or "PASSIVE"), result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "is_expandable"),
+    [
+        ({}, True),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}, True),
+        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, False),
+        ({"PYTORCH_ALLOC_CONF": "", "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE}, False),
+    ],
+)
+def test_the_allocator_has_expandable_segments_unless_it_has_other_settings(
+    given: dict[str, str], is_expandable: bool, tmp_path: Path
+) -> None:
+    assert has_expandable_segments(given) == is_expandable
+    code = """
+import os, pathlib, torchtitan_like.process_start as start
+start.NVIDIA_DRIVER = pathlib.Path(os.environ["DRIVER"])
+start.begin_rank([])
+print({name: os.environ[name] for name in start.ALLOCATOR if name in os.environ})
+"""
+    others = {key: value for key, value in os.environ.items() if key not in ALLOCATOR}
+    for driver in (tmp_path, tmp_path / "none"):
+        environment = {**others, **given, "DRIVER": str(driver)}
+        command = [sys.executable, "-c", code]
+        result = subprocess.run(command, capture_output=True, text=True, env=environment)
+        added = {ALLOCATOR[0]: EXPANDABLE} if driver == tmp_path and not given else {}
+        assert result.stdout.strip() == str(given or added), result.stderr
 
 
 # Ctrl-C while a module is imported.

@@ -61,7 +61,9 @@ def _load_hardware(arguments: argparse.Namespace) -> tuple[Gpu, Cluster]:
         gpu = load_gpu(arguments.gpu or cluster.gpu or DEFAULT_GPU)
     except ValueError as error:
         raise ValueError(f"--gpu: {error}") from None
-    return gpu, typical_cluster(gpu.key) if arguments.cluster == DEFAULT_CLUSTER else cluster
+    if arguments.cluster == DEFAULT_CLUSTER:
+        cluster = typical_cluster(gpu.key, arguments.world_size)
+    return gpu, cluster
 
 
 def _load_config(
@@ -180,7 +182,7 @@ def _print_plan(
 
     runs = dry_runs(config, arguments.world_size, gpu, stages, ProgressLine("dry runs"))
     memories = memory_of_all(runs, config, gpu)
-    notes = assumptions(config)
+    notes = [*plan_report.allocator_note(gpu), *assumptions(config)]
     time = None
     if len(runs) == runs[0].dims.pp:  # a step waits for all stages
         try:
@@ -303,7 +305,7 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster: Cluster) -> int:
     from torchtitan_like.plan import search_report
-    from torchtitan_like.plan.plan_report import caveats
+    from torchtitan_like.plan.plan_report import allocator_note, caveats
     from torchtitan_like.plan.search import global_batch_of, search, space_of
     from torchtitan_like.util.files import write_atomically
 
@@ -321,7 +323,7 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     except ValueError as error:  # the GPU has no peak for a dtype
         show_error(f"--gpu {gpu.key}: {error}")
         return WRONG_INPUT
-    notes = [*found.notes(), *caveats(gpu, cluster)]
+    notes = [*allocator_note(gpu), *found.notes(), *caveats(gpu, cluster)]
     request = search_report.Request(
         gpu, cluster, arguments.max_memory, arguments.tokens, arguments.price_per_hour
     )

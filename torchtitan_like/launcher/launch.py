@@ -248,8 +248,6 @@ def child_environment(environ: Mapping[str, str], plan: Launch, machine: Machine
     }
     child.setdefault("OMP_NUM_THREADS", str(max(machine.num_cores // plan.num_ranks, 1)))
     child.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", SHUTDOWN_SECONDS)
-    if machine.num_nvidia_gpus > 0:
-        child.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if plan.nccl_debug_to:
         child.setdefault("NCCL_DEBUG", "INFO")
         child["NCCL_DEBUG_FILE"] = f"{plan.nccl_debug_to}/nccl-%h-%p.log"  # %h: host, %p: process

@@ -131,7 +131,7 @@ class Reserved:
 def replay(recording: Recording, *, is_expandable: bool = True) -> Reserved:
     """Allocate and free as recorded, up to the last mark.
 
-    is_expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, which `run_train.sh` sets.
+    is_expandable: with `PYTORCH_ALLOC_CONF=expandable_segments:True`, which `process_start` sets.
     """
     pools: dict[tuple[int, bool], _Pool] = {}
     blocks: dict[int, tuple[_Pool, int, int]] = {}

@@ -27,7 +27,8 @@ def memory_lines(config: JobConfig, world_size: int) -> Iterator[str]:
     """
     gpu = load_gpu(DEFAULT_GPU)
     memories = plan_memory(config, world_size, gpu)
-    yield from plan_report.memory_lines(memories, gpu, assumptions(config))
+    notes = [*plan_report.allocator_note(gpu), *assumptions(config)]
+    yield from plan_report.memory_lines(memories, gpu, notes)
 
 
 def plan_memory(config: JobConfig, world_size: int, gpu: Gpu) -> list[RankMemory]:

@@ -7,22 +7,35 @@ cluster. No constant depends on a model or on a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.fusion import fused_bytes
-from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.gpus import FLASH_ATTENTION, PASSES, Gpu
 from torchtitan_like.plan.record import Recording, WorkItem
 
 PCIE_GB_S = 25.0  # of pinned copies over 16 lanes of PCIe 4, per direction: 80 % of 32
 
 # Tiles of cuBLAS's kernels (rows, columns), and their speed relative to the largest ones.
 TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
-SPLIT_SHARE = 0.85  # of the peak, if a kernel splits the tiles of the last wave (stream-k)
+SPLIT_SHARE = 0.85  # of the peak, if a kernel splits k, so that all multiprocessors have work
 RAMP_BYTES = 512  # the k of a matrix product that takes as long as loading its first and last tiles
+
+# Of the rate of other kernels, for those that read with strides, reduce in several passes, or follow
+# indices. Measured on one H200 (docs/benchmarks/2026-11-28-plan-card.md).
+KERNEL_SHARES: Mapping[str, float] = MappingProxyType(
+    {
+        "_grouped_mm": 0.62,
+        "roll": 0.35,
+        "addcmul": 0.55,
+        "index_select": 0.5,
+        "planned_rms_norm_backward": 0.3,
+    }
+)
 
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
@@ -65,18 +78,17 @@ _GROUPED = "_grouped_mm"
 def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return FLOPs / rate, at least the time of its bytes.
 
-    The rate is the peak of the dtype, times the cluster's efficiency. On a GPU, this is multiplied by
-    the share of the multiprocessors' tiles that hold results, and by k / (k + 512 bytes).
+    The rate is `matmul_rate`. On a GPU, this is multiplied by the share of the multiprocessors' tiles
+    that hold results, and by k / (k + 512 bytes).
     """
-    peak = peak_flops(item.dtype, gpu)
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
     if item.op == _GROUPED:
         operands = _even_groups(*item.shapes[:3])
-    share = fill_share(operands, gpu.multiprocessors, item.dtype)
+    share = fill_share(operands, gpu.multiprocessors, item.dtype) * KERNEL_SHARES.get(item.op, 1.0)
     if item.promotes:
         share *= gpu.promoting_share
-    rate = peak * cluster.matmul_efficiency * share
-    return max(item.flops / rate, memory_seconds(item.num_bytes, gpu, cluster))
+    rate = matmul_rate(item.dtype, gpu, cluster) * share
+    return max(item.flops / rate, memory_seconds(item.num_bytes, gpu))
 
 
 def _even_groups(
@@ -107,22 +119,35 @@ def fill_share(operands: Sequence[tuple[int, ...]], multiprocessors: int, dtype:
     (m, k), n = operands[0][-2:], operands[1][-1]
     batch = math.prod(operands[0][:-2])
     element: torch.dtype = getattr(torch, dtype)
-    ramp = k / (k + RAMP_BYTES / element.itemsize)
+    ramp = RAMP_BYTES / element.itemsize
     area = batch * m * n
     tile = 128 * 128
     covered = batch * math.ceil(m / 128) * math.ceil(n / 128) * tile if batch > 1 else area
-    shares = [area / max(covered, multiprocessors * tile) * SPLIT_SHARE]
+    splits = max(1.0, multiprocessors * tile / covered)
+    shares = [area / covered * SPLIT_SHARE * k / (k + splits * ramp)]
     for rows, columns, speed in TILES:
         tiles = batch * math.ceil(m / rows) * math.ceil(n / columns)
         waves = math.ceil(tiles / multiprocessors)
-        shares.append(speed * area / (waves * multiprocessors * rows * columns))
-    return max(shares) * ramp
+        filled = area / (waves * multiprocessors * rows * columns)
+        shares.append(speed * filled * k / (k + ramp))
+    return max(shares)
+
+
+def matmul_rate(dtype: str, gpu: Gpu, cluster: Cluster) -> float:
+    """Return the FLOP/s of a large matrix product."""
+    share = gpu.matmul_share.get(_key(dtype), 1.0)
+    return peak_flops(dtype, gpu) * share * cluster.matmul_factor
+
+
+def _key(dtype: str) -> str:
+    """Return the name that a dtype of a recording has in a GPU's file."""
+    name = "float8" if dtype.startswith("float8") else dtype
+    return "bfloat16" if name == "float16" else name
 
 
 def peak_flops(dtype: str, gpu: Gpu) -> float:
     """Return the peak FLOP/s of a dtype as the recording names it."""
-    name = "float8" if dtype.startswith("float8") else dtype
-    name = "bfloat16" if name == "float16" else name
+    name = _key(dtype)
     if name not in gpu.peak_tflops:
         raise ValueError(
             f"{gpu.name} has no matrix products in {dtype}. Expected one of "
@@ -139,15 +164,16 @@ def mfu_peak(dtype: str, gpu: Gpu) -> float:
 def attention_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     """Return the time of the visible FLOPs, of the visible scores, and of the rows of queries."""
     is_backward = "backward" in item.op
-    share, score_ns, row_ns = gpu.attention["backward" if is_backward else "forward"]
+    q, k = item.shapes[is_backward : is_backward + 2]  # the gradient comes first
+    # Torch aligns the mask of fewer queries than keys with FlashAttention only.
+    rates = gpu.attention if q[-2] == k[-2] else FLASH_ATTENTION
+    padded = min((size for size in rates if size >= q[-1]), default=q[-1])
+    share, score_ns, row_ns = rates.get(padded, rates[max(rates)])[PASSES[is_backward]]
     visible = visible_share(item)
-    rate = peak_flops(item.dtype, gpu) * cluster.matmul_efficiency * share
-    seconds = item.flops * visible / rate
-    if score_ns or row_ns:
-        q, k = item.shapes[is_backward : is_backward + 2]  # the gradient comes first
-        rows = math.prod(q[:-1])
-        seconds += rows * (k[-2] * visible * score_ns + row_ns) * 1e-9
-    return seconds
+    rate = matmul_rate(item.dtype, gpu, cluster) * share
+    seconds = item.flops * visible * padded / q[-1] / rate
+    rows = math.prod(q[:-1])
+    return seconds + rows * (k[-2] * visible * score_ns + row_ns) * 1e-9
 
 
 def visible_share(item: WorkItem) -> float:
@@ -176,9 +202,14 @@ def traffic(item: WorkItem) -> int:
     return item.num_bytes
 
 
-def memory_seconds(num_bytes: float, gpu: Gpu, cluster: Cluster) -> float:
+def kernel_seconds(item: WorkItem, gpu: Gpu) -> float:
+    """Return the time of a kernel that memory limits."""
+    return memory_seconds(traffic(item) / KERNEL_SHARES.get(item.op, 1.0), gpu)
+
+
+def memory_seconds(num_bytes: float, gpu: Gpu) -> float:
     """Return the time to read and write these bytes in the GPU's memory."""
-    return num_bytes / (gpu.hbm_tb_s * 1e12 * cluster.memory_efficiency)
+    return num_bytes / (gpu.hbm_tb_s * 1e12 * gpu.memory_share)
 
 
 def collective_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
@@ -277,7 +308,7 @@ def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
         return matmul_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
     if item.kind == "attention":
         return attention_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
-    return memory_seconds(traffic(item), gpu, cluster) + gpu.launch_us * 1e-6
+    return kernel_seconds(item, gpu) + gpu.launch_us * 1e-6
 
 
 def durations(
@@ -287,6 +318,6 @@ def durations(
     seconds = [item_seconds(item, gpu, cluster) for item in recording.work]
     if fuses:
         for index, num_bytes in fused_bytes(recording).items():
-            kernel = memory_seconds(num_bytes, gpu, cluster) + gpu.launch_us * 1e-6
+            kernel = memory_seconds(num_bytes, gpu) + gpu.launch_us * 1e-6
             seconds[index] = kernel if num_bytes else 0.0
     return seconds

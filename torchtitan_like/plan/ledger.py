@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ from torchtitan_like.plan.allocator import replay
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.record import Alloc, Category, Recording
+from torchtitan_like.process_start import has_expandable_segments
 from torchtitan_like.util.plan_file import ModuleBytes
 
 
@@ -84,13 +86,14 @@ class RankMemory:
 def memory_of(run: DryRun, *, device_type: str = "cuda", fuses: bool = False) -> RankMemory:
     """Add up the memory of a dry run.
 
-    device_type: a CPU reserves what is alive. fuses: with compiled blocks (`fused_memory`).
+    device_type: a CPU reserves what is alive. A GPU's allocator has the settings of this process's
+    environment, as a run started here. fuses: with compiled blocks (`fused_memory`).
     """
     recording = fused_memory(run.recording) if fuses else run.recording
     peak, host = find_peak(recording), find_peak(recording, is_host=True)
     assert peak is not None  # a model has parameters
     if device_type == "cuda":
-        allocator = replay(recording)
+        allocator = replay(recording, is_expandable=has_expandable_segments(os.environ))
         reserved, active, by_stream = allocator.num_bytes, allocator.active, allocator.by_stream
     else:
         reserved, active, by_stream = peak.num_bytes, peak.num_bytes, {}

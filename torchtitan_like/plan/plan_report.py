@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from torchtitan_like.config import JobConfig
-from torchtitan_like.plan.clusters import Cluster, is_validated
+from torchtitan_like.plan.clusters import Cluster, clusters_with
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.ledger import RankMemory
 from torchtitan_like.plan.record import CATEGORIES
 from torchtitan_like.plan.timeline import StepTime
+from torchtitan_like.process_start import ALLOCATOR, has_expandable_segments
 from torchtitan_like.util.plan_file import PlanFile, settings_of
 from torchtitan_like.util.units import GIB
 
@@ -74,6 +76,14 @@ def memory_lines(memories: Sequence[RankMemory], gpu: Gpu, notes: Sequence[str])
     yield verdict(memories, gpu)
 
 
+def allocator_note(gpu: Gpu) -> list[str]:
+    """Return which allocator of a GPU is assumed: that of a run that starts with this environment."""
+    if gpu.device_type != "cuda":
+        return []
+    has = "has" if has_expandable_segments(os.environ) else "has no"
+    return [f"the allocator {has} expandable segments, as in a run with this {ALLOCATOR[0]}"]
+
+
 def _row(title: str, values: Sequence[int]) -> str:
     return f"{title:34}" + "".join(f"{value / GIB:10.2f}" for value in values)
 
@@ -109,8 +119,11 @@ def memory_as_json(
 def caveats(gpu: Gpu, cluster: Cluster) -> list[str]:
     """Return what a reader must know about the times of this GPU and cluster."""
     notes = []
-    if not is_validated(gpu.key):
-        notes.append(f"unvalidated: no published run on {gpu.name} was compared with these times")
+    compared = [each.key for each in clusters_with(gpu.key)]
+    if not compared:
+        notes.append(f"unvalidated: no run on this GPU, {gpu.name}, was compared with these times")
+    elif len(compared) == 1:
+        notes.append(f"runs on this GPU were compared in one cluster only: {compared[0]}")
     if Path(cluster.gpu).stem not in ("", gpu.key):
         notes.append(f"the constants of cluster {cluster.key} were fitted on {cluster.gpu}")
     if gpu.device_type == "cpu":
@@ -118,7 +131,7 @@ def caveats(gpu: Gpu, cluster: Cluster) -> list[str]:
             "times of CPU ranks are CPU seconds: on as many free cores, and without waiting"
         )
     if not cluster.fitted_rows:
-        notes.append("the shares of the peaks are not fitted to runs of this cluster")
+        notes.append("the speed is not fitted to runs of this cluster")
     if cluster.error_source:
         notes.append(f"+-{cluster.error_percent:g} %: {cluster.error_source}")
     return notes

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, get_args
 
 from torchtitan_like.config import JobConfig
@@ -17,7 +17,7 @@ from torchtitan_like.distributed.schedule_view import Action, Order, schedule
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.durations import collective_seconds, durations, is_message, mfu_peak
-from torchtitan_like.plan.gpus import Gpu
+from torchtitan_like.plan.gpus import FLASH_ATTENTION, Gpu
 from torchtitan_like.plan.record import COMPUTE, Recording, WorkItem
 from torchtitan_like.resolved import resolve
 
@@ -136,6 +136,8 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
 def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Cluster) -> list[Played]:
     """Return the last step of each run, as if its peers never let it wait."""
     fuses = config.compile.compiles_model
+    if config.training.attention_backend == "flash":
+        gpu = replace(gpu, attention=FLASH_ATTENTION)
     hidden = cluster.async_tp_hidden if config.parallelism.enable_async_tensor_parallel else 0.0
     plays = []
     for run in runs:

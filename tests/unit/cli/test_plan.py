@@ -51,6 +51,7 @@ def test_the_ledger_adds_up_and_the_exit_code_says_whether_it_fits(tmp_path: Pat
     assert "plan: 0 of 2 dry runs" in result.stderr and "plan: 2 of 2 dry runs" in result.stderr
     plan = json.loads(result.stdout)
     assert not plan["fits"]
+    assert any("expandable segments" in note for note in plan["notes"])
     assert [(rank["rank"], rank["stage"]) for rank in plan["ranks"]] == [(0, 0), (2, 1)]
     for rank in plan["ranks"]:
         parts = rank["by_category"]

@@ -8,8 +8,10 @@ import pytest
 
 from torchtitan_like.plan.clusters import Cluster
 from torchtitan_like.plan.durations import (
+    KERNEL_SHARES,
     LINK_SHARE,
     NETWORK_SHARE,
+    RAMP_BYTES,
     fill_share,
     item_seconds,
     mfu_peak,
@@ -18,9 +20,10 @@ from torchtitan_like.plan.durations import (
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Group, WorkItem
 
-GPU = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0, "float8": 200.0})
+GPU = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0, "float8": 200.0}, memory_share=0.5)
 LAUNCH = GPU.launch_us * 1e-6
-CLUSTER = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.5, 0.0)
+RAMP = RAMP_BYTES / 2  # of bfloat16, numbers
+CLUSTER = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.0)
 
 
 def matmul(m: int, k: int, n: int, dtype: str = "bfloat16") -> WorkItem:
@@ -37,7 +40,7 @@ def matmul(m: int, k: int, n: int, dtype: str = "bfloat16") -> WorkItem:
     )
 
 
-def test_a_matmul_takes_its_flops_at_the_efficiency_of_full_waves_and_its_ramp() -> None:
+def test_a_matmul_takes_its_flops_at_the_rate_of_full_waves_and_its_ramp() -> None:
     # 32 tiles of 128 x 256 are 8 full waves of 4 multiprocessors. k / (k + 256) = 0.9.
     item = matmul(1024, 2304, 1024)
     assert item_seconds(item, GPU, CLUSTER) == pytest.approx(
@@ -69,6 +72,15 @@ def test_a_partial_wave_takes_as_long_as_a_full_one() -> None:
     assert fill_share(((32 * 128, 256), (256, 256)), 4, "bfloat16") == pytest.approx(1 / 2)
 
 
+def test_a_product_with_few_tiles_splits_its_k() -> None:
+    # One tile of 128 x 128 on 4 multiprocessors: each has a quarter of k.
+    shapes = (128, 16384), (16384, 128)
+    assert fill_share(shapes, 4, "bfloat16") == pytest.approx(0.85 * 4096 / (4096 + RAMP))
+    assert fill_share(shapes, 1, "bfloat16") == pytest.approx(0.92 * 16384 / (16384 + RAMP))
+    # Short parts take as long as loading their tiles.
+    assert fill_share(((128, 256), (256, 128)), 128, "bfloat16") < 0.02
+
+
 def test_the_scales_of_float8_and_an_added_bias_are_no_operands() -> None:
     item = matmul(1024, 2304, 1024)
     seconds = item_seconds(item, GPU, CLUSTER)
@@ -91,13 +103,14 @@ def test_a_thin_matmul_takes_the_time_of_its_bytes() -> None:
         (((512, 2048), (2048, 768), (8,)), ((512, 256), (256, 768))),
     ],
 )
-def test_a_grouped_product_is_a_batch_of_equal_ones(
+def test_a_grouped_product_is_a_slower_batch_of_equal_ones(
     grouped: tuple[tuple[int, ...], ...], single: tuple[tuple[int, ...], ...]
 ) -> None:
     flops = 2 * 2048 * 512 * 768
     item = matmul(2048, 512, 768)._replace(op="_grouped_mm", flops=flops, shapes=grouped)
     batch = item._replace(op="bmm", shapes=tuple((8, *shape) for shape in single))
-    assert item_seconds(item, GPU, CLUSTER) == item_seconds(batch, GPU, CLUSTER)
+    seconds = (item_seconds(item, GPU, CLUSTER) - LAUNCH) * KERNEL_SHARES["_grouped_mm"]
+    assert seconds == pytest.approx(item_seconds(batch, GPU, CLUSTER) - LAUNCH)
     # A rank with as many rows in more groups fills fewer of its tiles.
     rows, groups, ends = grouped
     more = (64, *groups[1:]) if len(groups) == 3 else groups
@@ -133,6 +146,25 @@ def test_attention_counts_what_the_queries_see(
     assert seconds == pytest.approx(share * whole)
 
 
+@pytest.mark.parametrize(
+    ("head", "share"), [(16, 0.25 / 4), (64, 0.25), (96, 0.5 * 96 / 128), (128, 0.5), (256, 0.5)]
+)
+def test_heads_are_padded_to_the_next_size_with_a_rate(head: int, share: float) -> None:
+    passes = ("forward", "backward")
+    rates = {
+        size: dict.fromkeys(passes, (share, 0.0, 0.0)) for size, share in ((64, 0.25), (128, 0.5))
+    }
+    gpu = replace(GPU, attention=rates)
+    tensor = (1, 8, 1024, head)
+    item = attention(1024, 1024, is_causal=False)._replace(shapes=(tensor,) * 4)
+    for op in ("attention", "attention_backward"):
+        seconds = item_seconds(item._replace(op=op), gpu, CLUSTER) - LAUNCH
+        assert seconds == pytest.approx(item.flops / (100e12 * 0.5 * share))
+    # Of more keys than queries, only FlashAttention aligns the mask.
+    longer = attention(1024, 4096, is_causal=True)
+    assert item_seconds(longer, gpu, CLUSTER) == item_seconds(longer, GPU, CLUSTER)
+
+
 def kernel(op: str, *sizes: int, writes: int = 0) -> WorkItem:
     return WorkItem(
         "memory",
@@ -152,6 +184,11 @@ def test_kernels_read_and_write_what_they_touch() -> None:
     assert traffic(kernel("copy_", 100, 50, writes=100)) == 150  # the target is not read
     assert traffic(kernel("embedding", 1000, 8, 16)) == 48  # rows of the table, not all of it
     assert traffic(kernel("index_select", 1000, 8, 16)) == 48
+
+
+def test_kernels_that_read_with_strides_reach_less_of_the_bandwidth() -> None:
+    plain, slow = (item_seconds(kernel(op, 10**9), GPU, CLUSTER) - LAUNCH for op in ("mul", "roll"))
+    assert slow == pytest.approx(plain / KERNEL_SHARES["roll"])
 
 
 def collective(op: str, size: int, stride: int, num_bytes: int = 2**30) -> WorkItem:
@@ -199,14 +236,23 @@ def test_a_small_all_reduce_takes_a_tree_and_one_rank_takes_no_time() -> None:
     assert item_seconds(collective("allreduce", 1, 0), GPU, CLUSTER) == 0
 
 
-def test_efficiencies_scale_what_they_are_for() -> None:
-    fast = replace(CLUSTER, matmul_efficiency=1.0)
-    item = matmul(1024, 2304, 1024)
-    assert item_seconds(item, GPU, fast) - LAUNCH == pytest.approx(
-        (item_seconds(item, GPU, CLUSTER) - LAUNCH) / 2
-    )
-    assert item_seconds(kernel("mul", 100), GPU, fast) == item_seconds(
-        kernel("mul", 100), GPU, CLUSTER
+def test_shares_of_the_gpu_and_the_factor_of_the_cluster_scale_what_they_are_for() -> None:
+    product, float8 = matmul(1024, 2304, 1024), matmul(1024, 2304, 1024, "float8_e4m3fn")
+    gpu = replace(GPU, matmul_share={"bfloat16": 0.8})
+    fast = replace(CLUSTER, matmul_factor=1.0)
+
+    def ratio(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
+        return (item_seconds(item, gpu, cluster) - LAUNCH) / (
+            item_seconds(item, GPU, CLUSTER) - LAUNCH
+        )
+
+    for item in (product, attention(1024, 1024, is_causal=True)):
+        assert ratio(item, gpu, CLUSTER) == pytest.approx(1 / 0.8)
+        assert ratio(item, GPU, fast) == pytest.approx(1 / 2)
+    assert ratio(float8, gpu, CLUSTER) == 1
+    assert ratio(kernel("mul", 10**9), gpu, fast) == 1
+    assert ratio(kernel("mul", 10**9), replace(GPU, memory_share=1.0), CLUSTER) == pytest.approx(
+        1 / 2
     )
 
 
@@ -215,7 +261,7 @@ CPU = replace(
     multiprocessors=0,
     device_type="cpu",
     peak_tflops={"float32": 0.1, "bfloat16": 0.2},
-    attention={"forward": (0.5, 2.0, 3.0), "backward": (0.25, 4.0, 5.0)},
+    attention={1: {"forward": (0.5, 2.0, 3.0), "backward": (0.25, 4.0, 5.0)}},
     collectives={
         "all_gather": (100.0, 1.0),
         "all_reduce": (200.0, 2.0),

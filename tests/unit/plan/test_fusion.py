@@ -146,8 +146,8 @@ def test_a_result_that_is_changed_in_place_is_not_the_first_copy() -> None:
 
 
 def test_fusion_saves_launches() -> None:
-    gpu = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0})
-    cluster = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.5, 0.0)
+    gpu = Gpu("toy", "Toy", 80, 1.0, 4, 100, 0, {"bfloat16": 100.0}, memory_share=0.5)
+    cluster = Cluster("toy", "Toy", "", 8, 50, 10, 0.5, 0.0)
     recording = freed(chain(), t3=3, t4=4, t5=5)
     saved = sum(durations(recording, gpu, cluster)) - sum(
         durations(recording, gpu, cluster, fuses=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -38,10 +39,11 @@ def test_a_file_without_a_field_names_it(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ('device_type = "tpu"', "device_type = 'tpu'. Expected one of cuda, cpu"),
-        ("attention = {forward = [0.6, 1, 1]}", "attention.*table of forward, backward"),
+        ("attention = {1 = {forward = [0.6, 1, 1]}}", "attention.*table of forward, backward"),
+        ("attention = {forward = [0.6, 1, 1]}", "attention.*Expected sizes of heads"),
         (
-            "attention = {forward = [0.6, 1, 1], backward = [0.5]}",
-            r"attention\] backward = \[0.5\]. Expected 3 numbers",
+            "attention = {64 = {forward = [0.6, 1, 1], backward = [0.5]}}",
+            r"attention\] 64 backward = \[0.5\]. Expected 3 numbers",
         ),
         ("collectives = {all_gather = [1, 2]}", "collectives.*table of all_gather, all_reduce"),
     ],
@@ -54,8 +56,24 @@ def test_malformed_fields_of_a_device_are_named(line: str, message: str, tmp_pat
     assert "correct" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "wrong", "message"),
+    [
+        (r"(?<=share\]\n)bfloat16 = .*", "bfloat16 = 1.2", "matmul_share bfloat16 = 1.2. Expected"),
+        ("memory_share = .*", 'memory_share = "half"', "memory_share = 'half'. Expected a share"),
+    ],
+)
+def test_shares_are_at_most_1(line: str, wrong: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    text, number = re.subn(line, wrong, (FOLDER / "a100-80g.toml").read_text())
+    assert number == 1
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        load_gpu(str(path))
+
+
 def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
-    gpu = load_gpu("a100-80g")
-    path = tmp_path / "a100-80g.toml"
+    gpu = load_gpu("h100-80g")
+    path = tmp_path / "h100-80g.toml"
     path.write_text(gpu_text(gpu, "of a data sheet"))
     assert load_gpu(str(path)) == gpu

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-from torchtitan_like.plan.ledger import describe_moment, find_peak
+import pytest
+
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.plan.dry_run import DryRun
+from torchtitan_like.plan.gpus import load_gpu
+from torchtitan_like.plan.ledger import describe_moment, find_peak, memory_of
+from torchtitan_like.plan.plan_report import allocator_note
 from torchtitan_like.plan.record import Alloc, Category, Free, Recording
+from torchtitan_like.process_start import ALLOCATOR
+from torchtitan_like.util.units import MIB
 
 
 def alloc(
@@ -40,3 +48,27 @@ def test_peak_has_its_categories_and_its_moment() -> None:
 
 def test_nothing_allocated_has_no_peak() -> None:
     assert find_peak(Recording()) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "reserved", "note"),
+    [
+        ({}, 40, "has expandable segments"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, 40, "has expandable segments"),
+        ({"PYTORCH_ALLOC_CONF": ""}, 80, "has no expandable segments"),
+    ],
+)
+def test_the_allocator_is_that_of_a_run_with_this_environment(
+    variables: dict[str, str], reserved: int, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    recording = Recording()
+    halves = [alloc(number, 20 * MIB, "activations") for number in (1, 2)]
+    recording.events = [*halves, Free(1, 0), Free(2, 0), alloc(3, 40 * MIB, "activations")]
+    recording.mark("step 1")
+    memory = memory_of(DryRun(0, ParallelDims(1), recording, {}))
+    assert memory.reserved == reserved * MIB
+    assert note in allocator_note(load_gpu("h100-80g"))[0]

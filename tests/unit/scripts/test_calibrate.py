@@ -18,10 +18,12 @@ from benchmarks.calibrate import (
     Measured,
     Product,
     Sizes,
-    calibrate_gpus,
+    _model_operators,
     describe_cpu,
+    describe_gpu,
     files_of,
     measure_machine,
+    network_gb_s,
 )
 from benchmarks.calibrate import main as calibrate_main
 from benchmarks.fit_runs import main as fit_main
@@ -31,7 +33,7 @@ from torchtitan_like.plan.durations import item_seconds
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, load_gpu
 from torchtitan_like.plan.record import Group, WorkItem
 
-CLUSTER = replace(load_cluster("default"), matmul_efficiency=1.0, memory_efficiency=1.0)
+CLUSTER = replace(load_cluster("default"), matmul_factor=1.0)
 CPU = Gpu(
     key="known",
     name="Known",
@@ -45,7 +47,7 @@ CPU = Gpu(
     outside_gib=0.3,
     launch_us=5.0,
     host_operator_us=0.0,
-    attention={"forward": (0.7, 1.5, 30.0), "backward": (0.6, 4.0, 0.0)},
+    attention={1: {"forward": (0.7, 1.5, 30.0), "backward": (0.6, 4.0, 0.0)}},
     collectives={
         "all_gather": (300.0, 0.5),
         "all_reduce": (900.0, 0.7),
@@ -144,6 +146,8 @@ def test_a_cpu_is_found_from_its_measurements() -> None:
     for name, value in vars(CPU).items():
         other = getattr(found, name)
         if isinstance(value, dict):
+            if name == "attention":
+                value, other = value[1], other[1]
             assert other.keys() == value.keys()
             for key in value:
                 assert other[key] == pytest.approx(value[key], rel=2e-3), (name, key)
@@ -153,41 +157,44 @@ def test_a_cpu_is_found_from_its_measurements() -> None:
             assert other == value, name
 
 
-def test_the_constants_of_gpus_are_found_from_their_measurements() -> None:
-    gpu = load_gpu("h100-96g")
+def test_the_shares_of_gpus_are_found_from_their_measurements() -> None:
+    sheet = load_gpu("h100-96g")
     truth = replace(
-        load_cluster("default"), matmul_efficiency=0.55, memory_efficiency=0.7, inter_node_gb_s=20
+        sheet,
+        matmul_share={"bfloat16": 0.55, "float8": 0.5, "float32": 0.6},
+        memory_share=0.7,
+        host_operator_us=30.0,
     )
+    cluster = replace(CLUSTER, inter_node_gb_s=20)
     num_ranks = 16
     reduces = Collective(
         *(
-            (size, item_seconds(collective_item("allreduce", size, num_ranks), gpu, truth))
+            (size, item_seconds(collective_item("allreduce", size, num_ranks), truth, cluster))
             for size in (2**16, 2**30)
         )
     )
     shapes = ((8192, 4096, 4096), (8192, 4096, 14336))
+    kernel = WorkItem("memory", "add", 0, "", "forward", num_bytes=3 * 2**30)
     measured = measured_on(
-        gpu,
         truth,
+        cluster,
         num_ranks,
-        products=tuple(product(shape, "bfloat16", gpu, truth) for shape in shapes),
-        kernels=Kernels(
-            3 * 2**30,
-            1,
-            item_seconds(
-                WorkItem("memory", "add", 0, "", "forward", num_bytes=3 * 2**30), gpu, truth
-            ),
+        products=tuple(
+            product(shape, dtype, truth, cluster)
+            for dtype in ("bfloat16", "float32")
+            for shape in shapes
         ),
+        kernels=Kernels(3 * 2**30, 1, item_seconds(kernel, truth, cluster)),
+        operator=30e-6,
         collectives={"all_reduce": reduces},
         ranks_per_node=8,
     )
-    found = calibrate_gpus(measured, gpu, load_cluster("default"))
-    assert found.matmul_efficiency == pytest.approx(0.55, rel=0.01)
-    assert found.memory_efficiency == pytest.approx(0.7, rel=0.01)
-    assert found.inter_node_gb_s == pytest.approx(20, rel=0.02)
-    assert (found.gpu, found.gpus_per_node) == ("h100-96g", 8)
-    one_node = calibrate_gpus(replace(measured, collectives={}), gpu, load_cluster("default"))
-    assert one_node.inter_node_gb_s == load_cluster("default").inter_node_gb_s
+    found = describe_gpu(measured, replace(sheet, matmul_share={"float8": 0.5}), "own")
+    assert dict(found.matmul_share) == pytest.approx(dict(truth.matmul_share), rel=0.01)
+    assert found.memory_share == pytest.approx(0.7, rel=0.01)
+    assert found.host_operator_us == pytest.approx(30)
+    assert network_gb_s(measured) == pytest.approx(20, rel=0.02)
+    assert network_gb_s(replace(measured, collectives={})) is None
 
 
 @pytest.mark.parametrize(
@@ -231,11 +238,18 @@ def test_the_files_are_read_as_they_were_written(tmp_path: Path) -> None:
         assert load_gpu(cluster.gpu).peak_tflops == CPU.peak_tflops
         assert load_gpu(cluster.gpu).collectives.keys() == set(COLLECTIVES if num_ranks > 1 else ())
     gpu = load_gpu("a100-80g")
-    measured = measured_on(gpu, CLUSTER, 1)
-    ((path, text),) = files_of(replace(measured, collectives={}), gpu, tmp_path / "g.toml").items()
-    path.write_text(text)
-    assert load_cluster(str(path)).gpu == "a100-80g"
-    assert "no step was measured" in load_cluster(str(path)).error_source
+    measured = replace(measured_on(gpu, CLUSTER, 1), collectives={})
+    for path, text in files_of(measured, gpu, tmp_path / "g.toml").items():
+        path.write_text(text)
+    cluster = load_cluster(str(tmp_path / "g.toml"))
+    assert load_gpu(cluster.gpu).peak_tflops == gpu.peak_tflops
+    assert cluster.matmul_factor == 1 and "no step was measured" in cluster.error_source
+
+
+def test_operators_of_a_model_are_counted_and_timed() -> None:
+    number, work = _model_operators("cpu")
+    assert number > 300
+    work()
 
 
 def test_this_machine_is_measured() -> None:

@@ -1,4 +1,4 @@
-"""Descriptions of clusters: how nodes are connected, and what share of the peaks kernels reach."""
+"""Descriptions of clusters: how nodes are connected, and how fast their GPUs compute."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Cluster:
     inter_node_gb_s: of one GPU's network card, per direction.
     error_percent: of predicted step times. error_source: what it was measured on; "" for other runs
     of such clusters.
-    matmul_efficiency: of the peak, for a large matrix product.
-    memory_efficiency: of the memory bandwidth, for a large kernel that it limits.
+    matmul_factor: speed of matrix products and attention, relative to the GPU alone (`Gpu.matmul_share`).
+    A power limit and older software lower it.
     async_tp_hidden: share of tensor-parallel communication that asynchronous TP overlaps.
     fitted_rows: what the constants were fitted to, published runs or measurements; empty for
     assumptions.
@@ -36,8 +36,7 @@ class Cluster:
     gpus_per_node: int
     inter_node_gb_s: float
     error_percent: float
-    matmul_efficiency: float
-    memory_efficiency: float
+    matmul_factor: float
     async_tp_hidden: float
     fitted_rows: tuple[str, ...] = ()
     error_source: str = ""
@@ -48,8 +47,7 @@ _RANGES: dict[str, tuple[type, float, float]] = {
     "gpus_per_node": (int, 0, 1024),
     "inter_node_gb_s": (float, 0, 1e6),
     "error_percent": (float, 0, 100),
-    "matmul_efficiency": (float, 0, 1),
-    "memory_efficiency": (float, 0, 1),
+    "matmul_factor": (float, 0, 2),
     "async_tp_hidden": (float, -1e-9, 1),
 }
 
@@ -84,37 +82,34 @@ def load_cluster(name: str) -> Cluster:
     return create(Cluster, fields, path, "cluster")
 
 
-def is_validated(gpu: str) -> bool:
-    """Return True if published runs on this GPU were compared with predictions."""
-    return bool(_fitted_on(gpu))
+def clusters_with(gpu: str) -> list[Cluster]:
+    """Return the shipped clusters that are fitted to runs on a GPU."""
+    clusters = (load_cluster(name) for name in cluster_names())
+    return [cluster for cluster in clusters if cluster.gpu == gpu and cluster.fitted_rows]
 
 
-def typical_cluster(gpu: str) -> Cluster:
-    """Return the default cluster, with the mean shares of the fitted clusters with a GPU.
+def typical_cluster(gpu: str, world_size: int) -> Cluster:
+    """Return the default cluster, with the mean factor of the clusters that have a GPU.
 
-    Without such a cluster, the shares stay those of the default.
+    Without such a cluster, the factor stays that of the default. One GPU alone has none.
     """
-    fitted = _fitted_on(gpu)
-    return with_mean_shares(fitted) if fitted else load_cluster(DEFAULT_CLUSTER)
-
-
-def with_mean_shares(clusters: Sequence[Cluster]) -> Cluster:
-    """Return the default cluster, with the geometric means of the clusters' shares of the peaks."""
     default = load_cluster(DEFAULT_CLUSTER)
-    matmul = geometric_mean(cluster.matmul_efficiency for cluster in clusters)
-    memory = geometric_mean(cluster.memory_efficiency for cluster in clusters)
+    if world_size == 1:
+        return replace(default, name="one GPU alone", matmul_factor=1.0)
+    fitted = clusters_with(gpu)
+    return with_mean_factor(fitted) if fitted else default
+
+
+def with_mean_factor(clusters: Sequence[Cluster]) -> Cluster:
+    """Return the default cluster, with the geometric mean of the clusters' factors."""
+    default = load_cluster(DEFAULT_CLUSTER)
+    factor = geometric_mean(cluster.matmul_factor for cluster in clusters)
     names = " and ".join(cluster.key for cluster in clusters)
     return replace(
         default,
-        name=f"{default.name}, shares of the peaks as {names}",
-        matmul_efficiency=round(matmul, 3),
-        memory_efficiency=round(memory, 3),
+        name=f"{default.name}, as fast as {names}",
+        matmul_factor=round(factor, 3),
     )
-
-
-def _fitted_on(gpu: str) -> list[Cluster]:
-    clusters = (load_cluster(name) for name in cluster_names())
-    return [cluster for cluster in clusters if cluster.gpu == gpu and cluster.fitted_rows]
 
 
 def cluster_text(cluster: Cluster, comment: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,11 +15,15 @@ FOLDER = Path(__file__).parent
 DEFAULT_GPU = "h100-80g"
 DEVICE_TYPES = ("cuda", "cpu")
 
-# Share of the matmul rate that FlashAttention reaches on its causal FLOPs, and nanoseconds of each
-# visible score and of each row of queries. FlashAttention-2 on an H100 reaches 0.58 of what a large matrix product does forward
-# and 0.45 backward (arXiv:2407.08608, figures 5 and 6: 350 to 400 and 300 to 340 TFLOP/s).
-ATTENTION: Mapping[str, tuple[float, ...]] = MappingProxyType(
-    {"forward": (0.58, 0.0, 0.0), "backward": (0.45, 0.0, 0.0)}
+PASSES = ("forward", "backward")
+# Rates of attention by the size of a head: share of the rate of matrix products for its visible FLOPs,
+# and nanoseconds of each visible score and of each row of queries. Heads are padded to the smallest
+# size that holds them; larger ones are as fast as the largest.
+Attention = Mapping[int, Mapping[str, tuple[float, ...]]]
+# FlashAttention-2 on an H100 (arXiv:2407.08608, figures 5 and 6: 350 to 400 TFLOP/s forward, 300 to
+# 340 backward).
+FLASH_ATTENTION: Attention = MappingProxyType(
+    {1: {"forward": (0.58, 0.0, 0.0), "backward": (0.45, 0.0, 0.0)}}
 )
 COLLECTIVES = ("all_gather", "all_reduce", "reduce_scatter", "message")
 
@@ -30,6 +34,8 @@ class Gpu:
 
     memory_gib: total memory as PyTorch reports it. peak_tflops: dense, by dtype. hbm_tb_s: bandwidth
     of its memory. link_gb_s: of its links to the GPUs of the same node, per direction.
+    matmul_share: of the peak, by dtype, that a large matrix product reaches on one card with nothing
+    else to do; 1 for other dtypes. memory_share: of the memory's bandwidth, for a large kernel.
     multiprocessors: over which the tiles of a matrix product are distributed; 0 for a CPU.
     cublas_workspace_mib: what PyTorch allocates for each cuBLAS handle.
     promoting_share: speed of float8 products that add partial sums in float32 every 128 products
@@ -39,8 +45,9 @@ class Gpu:
     buffers: an assumption, because it depends on the driver and on the number of communicators.
     launch_us: of the device between two kernels of a stream. host_operator_us: in which the host
     issues an operator while the device works; 0 for a CPU rank, whose launch_us contains it.
-    attention: see `ATTENTION`. collectives: of a CPU, kind -> (microseconds, GB/s of the bytes
-    that a rank sends); empty if not measured. A GPU has the latencies and algorithms of NCCL.
+    attention: of the kernel that torch chooses, see `Attention`.
+    collectives: of a CPU, kind -> (microseconds, GB/s of the bytes that a rank sends); empty if not
+    measured. A GPU has the latencies and algorithms of NCCL.
     """
 
     key: str
@@ -51,12 +58,14 @@ class Gpu:
     link_gb_s: float
     cublas_workspace_mib: float
     peak_tflops: dict[str, float]
+    matmul_share: Mapping[str, float] = field(default_factory=dict)
+    memory_share: float = 1.0
     promoting_share: float = 1.0
     device_type: Literal["cuda", "cpu"] = "cuda"
     outside_gib: float = 2.0
     launch_us: float = 4.0
-    host_operator_us: float = 7.0
-    attention: Mapping[str, tuple[float, ...]] = field(default_factory=lambda: ATTENTION)
+    host_operator_us: float = 40.0  # the debug model on an H200: 22.9 ms for 566 operators
+    attention: Attention = field(default_factory=lambda: FLASH_ATTENTION)
     collectives: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
@@ -71,10 +80,25 @@ def load_gpu(name: str) -> Gpu:
             f"{path}: device_type = {fields['device_type']!r}. Expected one of "
             f"{', '.join(DEVICE_TYPES)}: correct the file"
         )
-    for name, keys, size in (("attention", tuple(ATTENTION), 3), ("collectives", COLLECTIVES, 2)):
-        if name in fields:
-            fields[name] = _checked(fields[name], keys, size, f"{path}: [{name}]")
-    return create(Gpu, fields, path, "GPU")
+    gpu = create(Gpu, fields, path, "GPU")
+    shares = {f"matmul_share {dtype}": share for dtype, share in gpu.matmul_share.items()}
+    for label, share in {**shares, "memory_share": gpu.memory_share}.items():
+        if type(share) not in (int, float) or not 0 < share <= 1:
+            raise ValueError(
+                f"{path}: {label} = {share!r}. Expected a share above 0 and at most 1: correct it"
+            )
+    changed: dict[str, Any] = {}
+    if "collectives" in fields:
+        changed["collectives"] = _checked(gpu.collectives, COLLECTIVES, 2, f"{path}: [collectives]")
+    if "attention" in fields:
+        label = f"{path}: [attention]"
+        if not isinstance(gpu.attention, dict) or not all(map(str.isdecimal, gpu.attention)):
+            raise ValueError(f"{label} = {gpu.attention!r}. Expected sizes of heads: correct it")
+        changed["attention"] = {
+            int(size): _checked(rates, PASSES, 3, f"{label} {size}")
+            for size, rates in gpu.attention.items()
+        }
+    return replace(gpu, **changed)
 
 
 def _checked(
@@ -109,4 +133,6 @@ def gpu_text(gpu: Gpu, comment: str) -> str:
 
 
 def _value(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = {key: list(each) for key, each in value.items()}
     return toml_value(list(value) if isinstance(value, tuple) else value)
