@@ -25,8 +25,8 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits k, so that all multiprocessors have work
 RAMP_BYTES = 512  # the k of a matrix product that takes as long as loading its first and last tiles
 
-# Of the rate of other kernels, for those that read with strides, reduce in several passes, or follow
-# indices. Measured on one H200 (docs/benchmarks/2026-11-28-plan-card.md).
+# Of the rate of a GPU's other kernels, for those that read with strides, reduce in several passes, or
+# follow indices. Measured on one H200 (docs/benchmarks/2026-11-28-plan-card.md).
 KERNEL_SHARES: Mapping[str, float] = MappingProxyType(
     {
         "_grouped_mm": 0.62,
@@ -40,6 +40,11 @@ KERNEL_SHARES: Mapping[str, float] = MappingProxyType(
 # Shares of the links' data-sheet bandwidth. NVLink: NCCL counts 20.6 of 25 GB/s for each link of an
 # H100 (src/graph/topo.h, SM90_NVLINK_BW). Network: an assumption.
 LINK_SHARE, NETWORK_SHARE = 0.82, 0.8
+
+
+def kernel_share(op: str, gpu: Gpu) -> float:
+    """Return the share of a kernel's rate that it reaches; 1 on a CPU, where all are measured."""
+    return KERNEL_SHARES.get(op, 1.0) if gpu.device_type == "cuda" else 1.0
 
 
 class _Protocol(NamedTuple):
@@ -84,7 +89,7 @@ def matmul_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
     operands = item.shapes[1:] if item.op in _ADDING else item.shapes
     if item.op == _GROUPED:
         operands = _even_groups(*item.shapes[:3])
-    share = fill_share(operands, gpu.multiprocessors, item.dtype) * KERNEL_SHARES.get(item.op, 1.0)
+    share = fill_share(operands, gpu.multiprocessors, item.dtype) * kernel_share(item.op, gpu)
     if item.promotes:
         share *= gpu.promoting_share
     rate = matmul_rate(item.dtype, gpu, cluster) * share
@@ -202,11 +207,6 @@ def traffic(item: WorkItem) -> int:
     return item.num_bytes
 
 
-def kernel_seconds(item: WorkItem, gpu: Gpu) -> float:
-    """Return the time of a kernel that memory limits."""
-    return memory_seconds(traffic(item) / KERNEL_SHARES.get(item.op, 1.0), gpu)
-
-
 def memory_seconds(num_bytes: float, gpu: Gpu) -> float:
     """Return the time to read and write these bytes in the GPU's memory."""
     return num_bytes / (gpu.hbm_tb_s * 1e12 * gpu.memory_share)
@@ -308,7 +308,8 @@ def item_seconds(item: WorkItem, gpu: Gpu, cluster: Cluster) -> float:
         return matmul_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
     if item.kind == "attention":
         return attention_seconds(item, gpu, cluster) + gpu.launch_us * 1e-6
-    return kernel_seconds(item, gpu) + gpu.launch_us * 1e-6
+    num_bytes = traffic(item) / kernel_share(item.op, gpu)
+    return memory_seconds(num_bytes, gpu) + gpu.launch_us * 1e-6
 
 
 def durations(

@@ -271,9 +271,12 @@ CPU = replace(
 )
 
 
-def test_a_cpu_has_no_tiles() -> None:
+def test_a_cpu_has_no_tiles_and_no_slower_kernels() -> None:
     item = matmul(100, 100, 100, "float32")._replace(num_bytes=0)
     assert item_seconds(item, CPU, CLUSTER) == pytest.approx(2e6 / (0.1e12 * 0.5) + LAUNCH)
+    assert item_seconds(kernel("roll", 100), CPU, CLUSTER) == item_seconds(
+        kernel("mul", 100), CPU, CLUSTER
+    )
 
 
 def test_a_cpu_spends_time_on_each_score_and_row_of_attention() -> None:
