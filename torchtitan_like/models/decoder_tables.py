@@ -108,6 +108,28 @@ def decoder_constraints(args: Any, num_kv_heads: int) -> dict[str, int]:
     }
 
 
+def decoder_config(args: Any, std: float, num_kv_heads: int) -> dict[str, Any]:
+    """Return the part of config.json that all families have.
+
+    The exporter adds special tokens and dtype. std: of initial weights.
+    """
+    return {
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "hidden_size": args.dim,
+        "initializer_range": std,
+        "max_position_embeddings": args.max_seq_len,
+        "num_attention_heads": args.n_heads,
+        "num_hidden_layers": args.n_layers,
+        "num_key_value_heads": num_kv_heads,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": args.rope_theta,
+        "tie_word_embeddings": args.enable_weight_tying,
+        "use_cache": True,
+        "vocab_size": args.vocab_size,
+    }
+
+
 def decoder_upcycling(dense_args: Any) -> Upcycling:
     """Return the rules for a `Decoder` in which every layer has experts."""
     return Upcycling(

@@ -13,6 +13,7 @@ from torchtitan_like.models.decoder_tables import (
     HF_EXPERTS,
     HF_FEED_FORWARD,
     HF_FUSED_EXPERTS,
+    decoder_config,
     layer_rows,
     same_names,
 )
@@ -93,43 +94,27 @@ def meta_names(args: DeepSeekArgs) -> Rows:
 
 
 def hf_config(args: DeepSeekArgs) -> dict[str, Any]:
-    """Return `config.json` of a `DeepseekV3ForCausalLM`; `DeepseekV2ForCausalLM` for softmax scores.
-
-    The exporter adds special tokens and dtype.
-    """
-    config = {
+    """Return `config.json` of a `DeepseekV3ForCausalLM`; `DeepseekV2ForCausalLM` for softmax scores."""
+    config = decoder_config(args, args.init_std, args.n_heads) | {
         "attention_bias": False,
-        "attention_dropout": 0.0,
         "first_k_dense_replace": args.n_dense_layers,
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "initializer_range": args.init_std,
         "intermediate_size": args.inter_dim,
         "kv_lora_rank": args.kv_lora_rank,
-        "max_position_embeddings": args.max_seq_len,
         "moe_intermediate_size": args.moe_inter_dim,
         "moe_layer_freq": 1,
         "n_group": args.num_expert_groups,
         "n_routed_experts": args.num_experts,
         "n_shared_experts": args.num_shared_experts,
         "norm_topk_prob": args.route_norm,
-        "num_attention_heads": args.n_heads,
         "num_experts_per_tok": args.top_k,
-        "num_hidden_layers": args.n_layers,
-        "num_key_value_heads": args.n_heads,
         "q_lora_rank": args.q_lora_rank or None,
         "qk_nope_head_dim": args.qk_nope_head_dim,
         "qk_rope_head_dim": args.qk_rope_head_dim,
-        "rms_norm_eps": args.norm_eps,
         "rope_scaling": _rope_scaling(args),
-        "rope_theta": args.rope_theta,
         "routed_scaling_factor": args.route_scale,
         "scoring_func": args.score_func,
-        "tie_word_embeddings": args.enable_weight_tying,
         "topk_group": args.num_limited_groups,
-        "use_cache": True,
         "v_head_dim": args.v_head_dim,
-        "vocab_size": args.vocab_size,
     }
     if args.score_func == "sigmoid":
         return config | {

@@ -18,6 +18,7 @@ from torchtitan_like.models.decoder_tables import (
     HF_EXPERTS,
     HF_FEED_FORWARD,
     HF_FUSED_EXPERTS,
+    decoder_config,
     layer_rows,
     same_names,
 )
@@ -90,30 +91,17 @@ def meta_names(args: DenseArgs) -> Rows:
 
 
 def hf_config(args: DenseArgs) -> dict[str, Any]:
-    """Return `config.json` of the architecture's class; the exporter adds special tokens and dtype."""
+    """Return `config.json` of the architecture's class."""
     architecture = ARCHITECTURES[args.architecture]
-    # The length enters dynamic frequencies, for which max_seq_len may be longer.
-    is_dynamic = args.rope.type == "dynamic"
-    config = {
+    config = decoder_config(args, args.linear_std, args.num_kv_heads) | {
         "architectures": [architecture.hf_class],
         "model_type": args.architecture,
-        "attention_dropout": 0.0,
         "head_dim": args.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "initializer_range": args.linear_std,
         "intermediate_size": args.ffn_dim,
-        "max_position_embeddings": args.rope.original_seq_len if is_dynamic else args.max_seq_len,
-        "num_attention_heads": args.n_heads,
-        "num_hidden_layers": args.n_layers,
-        "num_key_value_heads": args.num_kv_heads,
-        "rms_norm_eps": args.norm_eps,
         "rope_scaling": _rope_scaling(args.rope),
-        "rope_theta": args.rope_theta,
-        "tie_word_embeddings": args.enable_weight_tying,
-        "use_cache": True,
-        "vocab_size": args.vocab_size,
     }
+    if args.rope.type == "dynamic":  # the length enters its frequencies; max_seq_len may be longer
+        config["max_position_embeddings"] = args.rope.original_seq_len
     for name in ("attention_bias", "mlp_bias"):
         if name in architecture.options:
             config[name] = getattr(args, name)

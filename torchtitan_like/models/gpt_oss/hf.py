@@ -12,6 +12,7 @@ from torchtitan_like.models.decoder_tables import (
     EXPERT_BIAS,
     HF_ATTENTION,
     HF_DECODER,
+    decoder_config,
     layer_rows,
     same_names,
 )
@@ -59,34 +60,21 @@ def meta_names(args: GptOssArgs) -> Rows:
 
 
 def hf_config(args: GptOssArgs) -> dict[str, Any]:
-    """Return `config.json` of a `GptOssForCausalLM`. The exporter adds special tokens and dtype."""
+    """Return `config.json` of a `GptOssForCausalLM`."""
     kinds = ("sliding_attention", "full_attention")
-    return {
+    return decoder_config(args, args.init_std, args.n_kv_heads) | {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         "attention_bias": True,
-        "attention_dropout": 0.0,
         "head_dim": args.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "initializer_range": args.init_std,
         "intermediate_size": args.moe_inter_dim,
         "layer_types": [kinds[args.window(layer) == 0] for layer in range(args.n_layers)],
-        "max_position_embeddings": args.max_seq_len,
-        "num_attention_heads": args.n_heads,
         "num_experts_per_tok": args.top_k,
-        "num_hidden_layers": args.n_layers,
-        "num_key_value_heads": args.n_kv_heads,
         "num_local_experts": args.num_experts,
         "output_router_logits": False,
-        "rms_norm_eps": args.norm_eps,
         "rope_scaling": _rope_scaling(args),
-        "rope_theta": args.rope_theta,
         "sliding_window": args.sliding_window_size,
         "swiglu_limit": args.swiglu_limit,
-        "tie_word_embeddings": args.enable_weight_tying,
-        "use_cache": True,
-        "vocab_size": args.vocab_size,
     }
 
 

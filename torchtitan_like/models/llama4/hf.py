@@ -14,6 +14,7 @@ from torchtitan_like.models.decoder_tables import (
     HF_ATTENTION,
     HF_DECODER,
     HF_FEED_FORWARD,
+    decoder_config,
     layer_rows,
     same_names,
 )
@@ -59,7 +60,7 @@ def meta_names(args: Llama4Args) -> Rows:
 
 
 def hf_config(args: Llama4Args) -> dict[str, Any]:
-    """Return `config.json` of a `Llama4ForCausalLM`. The exporter adds special tokens and dtype."""
+    """Return `config.json` of a `Llama4ForCausalLM`."""
     layers = range(args.n_layers)
     kinds = ("full_attention", "chunked_attention")
     scaling = {
@@ -69,38 +70,25 @@ def hf_config(args: Llama4Args) -> dict[str, Any]:
         "high_freq_factor": args.rope_high_freq_factor,
         "original_max_position_embeddings": args.rope_original_max_seq_len,
     }
-    return {
+    return decoder_config(args, args.init_std, args.num_kv_heads) | {
         "architectures": ["Llama4ForCausalLM"],
         "model_type": "llama4_text",
         "attention_bias": False,
         "attention_chunk_size": args.fixed_attn_block_size,
-        "attention_dropout": 0.0,
         "attn_scale": args.attn_scale,
         "attn_temperature_tuning": args.attn_scale > 0,
         "floor_scale": args.floor_scale,
         "head_dim": args.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": args.dim,
-        "initializer_range": args.init_std,
         "interleave_moe_layer_step": args.interleave_moe_layer_step,
         "intermediate_size": args.moe_inter_dim,
         "intermediate_size_mlp": args.ffn_dim,
         "layer_types": [kinds[args.chunk(i) > 0] for i in layers],
-        "max_position_embeddings": args.max_seq_len,
         "moe_layers": [i for i in layers if args.has_experts(i)],
         "no_rope_layers": [int(args.is_rotated(i)) for i in layers],  # 1: rotated
-        "num_attention_heads": args.n_heads,
         "num_experts_per_tok": args.top_k,
-        "num_hidden_layers": args.n_layers,
-        "num_key_value_heads": args.num_kv_heads,
         "num_local_experts": args.num_experts,
         "output_router_logits": False,
-        "rms_norm_eps": args.norm_eps,
         "rope_scaling": scaling if args.rope_scaling_factor != 1.0 else None,
-        "rope_theta": args.rope_theta,
         "router_jitter_noise": 0.0,
-        "tie_word_embeddings": args.enable_weight_tying,
-        "use_cache": True,
         "use_qk_norm": args.use_qk_norm,
-        "vocab_size": args.vocab_size,
     }
