@@ -17,7 +17,6 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from torchtitan_like.util.exit_codes import RANK_SIGNALS, SIGNAL_CODES, ExitCode
-from torchtitan_like.util.locks import is_running, run_lock
 from torchtitan_like.util.output import open_closed_streams
 
 if TYPE_CHECKING:
@@ -63,9 +62,11 @@ def die_with_launcher(signum: signal.Signals) -> None:
     if not is_launched or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
-    # The launcher may have died before the line above. The parent process may be a wrapper.
-    if launcher > 0 and os.getppid() != launcher and not is_running(launcher):
-        os.kill(os.getpid(), signum)
+    if launcher > 0 and os.getppid() != launcher:  # it may have died before the line above
+        from torchtitan_like.util.locks import is_running  # after the handlers of signals
+
+        if not is_running(launcher):  # the parent process may be a wrapper
+            os.kill(os.getpid(), signum)
 
 
 def has_expandable_segments(environ: Mapping[str, str]) -> bool:
@@ -107,6 +108,7 @@ def _clear_exit(command_line: CommandLine) -> None:
     """Remove exit.json of an earlier attempt. From here on, a signal writes a new one."""
     from torchtitan_like.config import ConfigError
     from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY
+    from torchtitan_like.util.locks import run_lock
     from torchtitan_like.util.run_directory import EXIT, RunEnd, write_exit
 
     try:

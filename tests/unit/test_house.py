@@ -31,7 +31,7 @@ INDIRECT = {
     "pydantic_core": "pydantic",
     "huggingface_hub": "datasets",
 }
-NOT_IMPORTED = {"datasets", "safetensors", "transformers", "accelerate"}
+NOT_IMPORTED = {"datasets", "safetensors", "tensorboard", "transformers", "accelerate"}
 # Importing torch takes seconds. Checking a config on a login node must not import it.
 WITHOUT_TORCH = [
     "torchtitan_like.launcher.launch",
