@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_like.checkpoint.dcp_storage import ALIGNMENT, MAX_GAP
+from torchtitan_like.checkpoint.dcp_source import MAX_GAP
+from torchtitan_like.checkpoint.dcp_storage import ALIGNMENT
 from torchtitan_like.checkpoint.tensor_archive import (
     HEADER_BYTES,
     archive_header,
