@@ -17,6 +17,10 @@ class WorkerKilled(DataError):
     exit_code = ExitCode.REQUEUE
 
 
+class BuildStopped(Exception):
+    """Another thread ended the build of a token cache. Committed pieces are kept."""
+
+
 class ReadInterrupted(Exception):
     """The run stops while it waits for a batch. Every rank stops before the step of that batch."""
 

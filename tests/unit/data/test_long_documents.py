@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 import random
 import subprocess
 import sys
@@ -311,21 +310,6 @@ def test_a_batch_of_texts_has_the_ids_of_each_text(file: str) -> None:
         assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [
             tokenizer.encode(text) for text in texts
         ]
-
-
-def test_progress_counts_the_bytes_of_a_long_document(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(tokenizer_module, "PART_CHARACTERS", 10_000)
-    monkeypatch.setattr(encoding, "PROGRESS_SECONDS", 0.0)
-    caplog.set_level(logging.INFO)
-    text = "to be, or not to be: that is the question\n" * 2000
-    file = cache(write_jsonl(tmp_path / "data" / "a.jsonl", [text]))
-    assert file.meta.text_bytes == len(text) and file.meta.num_documents == 1
-    shares = [
-        int(line.split("%")[0].rsplit(" ", 1)[1]) for line in caplog.messages if "ETA" in line
-    ]
-    assert len(shares) >= 8 and shares == sorted(shares) and shares[0] < 20
 
 
 # Prints the peak memory in MiB that tokenizing one document adds to a process.

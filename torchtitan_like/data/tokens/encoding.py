@@ -13,12 +13,11 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context, parent_process
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.errors import BuildStopped, DataError, TokenizerError
 from torchtitan_like.data.text.documents import Corpus, Piece, Record, read_piece
 from torchtitan_like.data.text.formats import Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
@@ -32,7 +31,7 @@ from torchtitan_like.data.tokens.token_file import (
 
 # Starting worker processes takes seconds: a corpus of fewer pieces is tokenized without them.
 MIN_PIECES_FOR_WORKERS = 4
-POLL_SECONDS = 1.0  # between reports while the workers are busy
+POLL_SECONDS = 1.0  # between two looks for a request to stop, while the workers are busy
 GROUP_CHARACTERS = 1 << 18  # tokenized in one call
 _MARK = int(NOT_TRAINED)
 
@@ -59,31 +58,22 @@ def encode_all(
     pieces: list[Piece],
     policy: TokenPolicy,
     num_workers: int,
-    report: Callable[[int], None],
+    stop: threading.Event | None = None,
 ) -> Iterator[EncodedPiece]:
     """Yield the pieces in order, tokenized by ``num_workers`` processes.
 
     Up to ``2 * num_workers`` pieces are in memory at once. User code runs in this process only.
-    report: called regularly with the bytes of text encoded so far; an error that it raises ends the
-    work.
+    Raises BuildStopped if ``stop`` is set.
     """
     num_workers = min(num_workers, len(pieces))
     if len(pieces) < MIN_PIECES_FOR_WORKERS or num_workers == 1 or corpus.runs_user_code:
-        done = 0
-
-        def count(text_bytes: int) -> None:
-            nonlocal done
-            done += text_bytes
-            report(done)
-
-        yield from (encode_piece(corpus, piece, policy, count) for piece in pieces)
+        yield from (encode_piece(corpus, piece, policy, stop) for piece in pieces)
         return
     # Spawned, not forked: the trainer may already have threads and a CUDA context.
     context = get_context("spawn")
-    counter = context.Value("q", 0)
     # Workers do not need the list of files, which may be long: each piece names its own.
     without_files = replace(corpus, files=())
-    arguments = without_files, policy.tokenizer.path, policy.bos_id, policy.eos_id, counter
+    arguments = without_files, policy.tokenizer.path, policy.bos_id, policy.eos_id
     with ProcessPoolExecutor(num_workers, context, _start_worker, arguments) as pool:
         waiting: deque[Future[EncodedPiece]] = deque()
 
@@ -92,7 +82,7 @@ def encode_all(
                 try:
                     return waiting[0].result(POLL_SECONDS)
                 except FutureTimeout:
-                    report(counter.value)
+                    _check_stop(stop)
 
         try:
             for piece in pieces:
@@ -112,16 +102,21 @@ def encode_all(
                 future.cancel()
 
 
-_worker: tuple[Corpus, TokenPolicy, Any]
+def _check_stop(stop: threading.Event | None) -> None:
+    if stop is not None and stop.is_set():
+        raise BuildStopped
+
+
+_worker: tuple[Corpus, TokenPolicy]
 
 
 def _start_worker(
-    corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None, counter: Any
+    corpus: Corpus, tokenizer_path: str, bos_id: int | None, eos_id: int | None
 ) -> None:
     global _worker
     # There is a worker for each core: threads of the `tokenizers` library would only compete.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id), counter)
+    _worker = (corpus, TokenPolicy(load_tokenizer(tokenizer_path), bos_id, eos_id))
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
 
@@ -134,13 +129,8 @@ def _exit_with_parent() -> None:
 
 
 def _encode_in_worker(piece: Piece) -> EncodedPiece:
-    corpus, policy, counter = _worker
-
-    def count(text_bytes: int) -> None:
-        with counter.get_lock():
-            counter.value += text_bytes
-
-    return encode_piece(corpus, piece, policy, count)
+    corpus, policy = _worker
+    return encode_piece(corpus, piece, policy)
 
 
 # ---- one piece
@@ -150,18 +140,19 @@ def encode_piece(
     corpus: Corpus,
     piece: Iterable[Span],
     policy: TokenPolicy,
-    report: Callable[[int], None] = lambda text_bytes: None,
+    stop: threading.Event | None = None,
 ) -> EncodedPiece:
     """Read and tokenize one piece. Documents without tokens are skipped and counted.
 
     A document that is too long (`Tokenizer.parts`), or that the tokenizer cannot encode, is a bad
-    record. report: called with the number of bytes of text of each group of documents. Raises
-    TokenizerError for token ids beyond the vocabulary.
+    record. Raises TokenizerError for token ids beyond the vocabulary, and BuildStopped between two
+    groups of documents if ``stop`` is set.
     """
     has_masks = corpus.processor is not None
-    encoder = _PieceEncoder(policy, report, has_masks=has_masks)
+    encoder = _PieceEncoder(policy, has_masks=has_masks)
     records = read_piece(corpus, piece)
     for group in _groups(records) if not has_masks else ([record] for record in records):
+        _check_stop(stop)
         try:
             encoder.add([record.document for record in group if record.document is not None])
         except TokenizerError:
@@ -184,12 +175,9 @@ class _PieceEncoder:
     has_masks: tokens of parts that are not trained on are marked.
     """
 
-    def __init__(
-        self, policy: TokenPolicy, report: Callable[[int], None], *, has_masks: bool
-    ) -> None:
+    def __init__(self, policy: TokenPolicy, *, has_masks: bool) -> None:
         self._policy = policy
         self._tokenizer = policy.tokenizer
-        self._report = report
         self._has_masks = has_masks
         self._dtype = token_type(policy.tokenizer.vocab_size, has_masks=has_masks)
         self._tokens = array("H" if self._dtype.itemsize == 2 else "I")
@@ -205,14 +193,11 @@ class _PieceEncoder:
             self._add_in_parts(documents[0])
             return
         texts = [document for document in documents if isinstance(document, str)]
-        num_bytes = 0
         for text, ids in zip(texts, self._tokenizer.encode_batch(texts), strict=True):
             start = self._start_document()
             self._append(ids)
             raw = text.encode()
             self._end_document(start, xxhash.xxh3_64_intdigest(raw), len(raw))
-            num_bytes += len(raw)
-        self._report(num_bytes)
 
     def _add_in_parts(self, document: Document) -> None:
         """Encode one document in parts, because a tokenizer needs many times the input's memory."""
@@ -227,7 +212,6 @@ class _PieceEncoder:
                     raw = part.encode()
                     digest.update(raw)
                     num_bytes += len(raw)
-                    self._report(len(raw))
         except DataError:
             del self._tokens[start:]
             raise
@@ -313,29 +297,25 @@ class Progress:
         self._last_line = self.clock()
         self._first = (self._last_line, self.done, self.tokens)
 
-    def line(self, added: int, tokens: int, uncommitted: int = 0) -> str | None:
-        """Count ``added`` bytes. Returns a line to log, at most once in `PROGRESS_SECONDS`.
-
-        uncommitted: bytes that are encoded but not yet counted in ``done``.
-        """
+    def line(self, added: int, tokens: int) -> str | None:
+        """Count ``added`` bytes. Returns a line to log, at most once in `PROGRESS_SECONDS`."""
         self.done += added
         now = self.clock()
         if now - self._last_line < PROGRESS_SECONDS:
             return None
         self._last_line = now
-        done = min(self.done + uncommitted, self.total)
         seconds = now - self._first[0]
-        remaining = round((self.total - done) * seconds / max(1, done - self._first[1]))
+        remaining = round((self.total - self.done) * seconds / max(1, self.done - self._first[1]))
         eta = f"{remaining // 3600}:{remaining // 60 % 60:02d}:{remaining % 60:02d}"
-        percent = 100 * done / max(1, self.total)
+        percent = 100 * self.done / max(1, self.total)
         return (
             f"{percent:.0f}% of {self.total / 2**20:,.0f} MiB, {tokens:,} tokens, "
-            f"{self.rates(tokens, uncommitted)}, ETA {eta}"
+            f"{self.rates(tokens)}, ETA {eta}"
         )
 
-    def rates(self, tokens: int, uncommitted: int = 0) -> str:
+    def rates(self, tokens: int) -> str:
         """Return MiB and tokens per second since the start of this build."""
         start, first_done, first_tokens = self._first
         seconds = max(self.clock() - start, 1e-9)
-        speed = (self.done + uncommitted - first_done) / seconds / 2**20
+        speed = (self.done - first_done) / seconds / 2**20
         return f"{speed:,.1f} MiB/s, {(tokens - first_tokens) / seconds:,.0f} tokens/s"

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.errors import BuildStopped, CacheWriteError, DataError
 from torchtitan_like.data.text.documents import Corpus
 from torchtitan_like.data.text.file_lists import CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.tokens.encoding import TokenPolicy
@@ -254,10 +254,6 @@ def _locked(
                 "locks: set data.cache_folder to a folder on a local disk"
             ) from error
         yield
-
-
-class BuildStopped(Exception):
-    """Another thread ended the build. Committed pieces are kept."""
 
 
 @contextmanager

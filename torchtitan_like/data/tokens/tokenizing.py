@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
+from torchtitan_like.data.errors import BuildStopped, CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.text.documents import (
     PIECES_VERSION,
     Corpus,
@@ -29,7 +29,6 @@ from torchtitan_like.data.text.documents import (
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
 from torchtitan_like.data.tokens.token_cache import (
-    BuildStopped,
     CacheFolders,
     Entry,
     cache_key,
@@ -140,24 +139,15 @@ def _append_pieces(
         f"tokenizing {corpus.folder}: {len(corpus.files)} files, {total / 2**20:,.1f} MiB, "
         f"into {folder}{resumed}"
     )
-    bytes_before = staging.meta.text_bytes
-
-    def report(text_bytes: int, added: int = 0) -> None:
-        """Log progress. text_bytes: encoded so far by this process and its workers."""
-        if stop is not None and stop.is_set():
-            raise BuildStopped
-        uncommitted = text_bytes - (staging.meta.text_bytes - bytes_before)
-        line = progress.line(added, staging.meta.num_tokens, max(uncommitted, 0))
-        if line:
-            logger.info(f"tokenizing {corpus.folder}: {line}")
-
     first_bad = ""
-    encoded_pieces = encode_all(corpus, remaining, policy, num_workers, report)
+    encoded_pieces = encode_all(corpus, remaining, policy, num_workers, stop)
     for piece, encoded in zip(remaining, encoded_pieces, strict=True):
         with write_errors(folder):
             staging.append(encoded)
         first_bad = first_bad or encoded.first_bad
-        report(0, piece_size(piece))
+        line = progress.line(piece_size(piece), staging.meta.num_tokens)
+        if line:
+            logger.info(f"tokenizing {corpus.folder}: {line}")
     meta = staging.meta
     if meta.num_bad:
         example = f", the first of them: {first_bad}" if first_bad else ""
