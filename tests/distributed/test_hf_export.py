@@ -24,7 +24,7 @@ from torchtitan_like.checkpoint.hf import export as export_module
 from torchtitan_like.checkpoint.hf.consolidate import consolidate
 from torchtitan_like.checkpoint.hf.export import write_export
 from torchtitan_like.checkpoint.hf.folder import write_folder
-from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
+from torchtitan_like.checkpoint.hf.output_files import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.safetensors_file import lay_out, read_header
 from torchtitan_like.checkpoint.hf.safetensors_source import SafetensorsSource
 from torchtitan_like.checkpoint.identity import SpecialToken

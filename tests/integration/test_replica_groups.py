@@ -21,7 +21,7 @@ from tests.harness.runner import (
     trainer_environment,
 )
 from torchtitan_like.checkpoint.step_folders import published_steps, read_manifest
-from torchtitan_like.checkpoint.tools.compare import compare_checkpoints
+from torchtitan_like.checkpoint.tools.diff import compare_checkpoints
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.batches.batch import chain_digest

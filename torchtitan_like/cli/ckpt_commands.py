@@ -153,7 +153,7 @@ def configure_diff(parser: argparse.ArgumentParser) -> None:
 
 def run_diff(arguments: argparse.Namespace) -> int:
     """Print the differences. Returns the exit code."""
-    from torchtitan_like.checkpoint.tools.compare import compare_checkpoints
+    from torchtitan_like.checkpoint.tools.diff import compare_checkpoints
     from torchtitan_like.stored_config import identify_checkpoint
 
     def action() -> int:

@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from tests.unit.data.test_documents import write_table
-from torchtitan_like.checkpoint.tools.compare import tensor_difference
+from torchtitan_like.checkpoint.tools.diff import tensor_difference
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.dataset_names import DATASETS

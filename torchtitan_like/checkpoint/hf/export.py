@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
-from torchtitan_like.checkpoint.hf.output import Output, run_in_rounds
+from torchtitan_like.checkpoint.hf.output_files import Output, run_in_rounds
 from torchtitan_like.checkpoint.hf.plan import (
     Copy,
     ExtentId,
