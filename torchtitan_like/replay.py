@@ -22,7 +22,7 @@ import torch
 
 from torchtitan_like.checkpoint.step_folders import read_manifest
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, CommandLine
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.distributed.world import LaunchedAs
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.overflow import NonFiniteError, OverflowDetector

@@ -23,7 +23,7 @@ from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.handover import check_agreement
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.batch import describe_core_shortage
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.mesh_picture import picture

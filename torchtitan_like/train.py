@@ -50,7 +50,7 @@ from torchtitan_like.data.batches.batch import (
     count_valid,
     count_valid_by_source,
 )
-from torchtitan_like.data.errors import CacheWriteError, DataMismatch, ReadInterrupted
+from torchtitan_like.data.data_errors import CacheWriteError, DataMismatch, ReadInterrupted
 from torchtitan_like.distributed.replica_groups import (
     GroupLostError,
     GroupMismatch,

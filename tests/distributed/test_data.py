@@ -14,7 +14,7 @@ from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import JobConfig
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.distributed.world import HostGroup
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from tests.distributed.parity import LR, build, options, release, short_documents
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.step_folders import published_steps
-from torchtitan_like.data.errors import ReadInterrupted
+from torchtitan_like.data.data_errors import ReadInterrupted
 from torchtitan_like.distributed.world import launched_as
 from torchtitan_like.resilience.agreement import Request, Requests
 from torchtitan_like.resilience.heartbeat import RankPosition

@@ -24,7 +24,7 @@ from tests.distributed.parity import options
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.config.sections_training import Data, Training
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import CacheWriteError, DataError, WorkerKilled
+from torchtitan_like.data.data_errors import CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.data.tokens import build_once, tokenizing

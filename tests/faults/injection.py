@@ -18,7 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan_like.data.errors import CacheWriteError
+from torchtitan_like.data.data_errors import CacheWriteError
 
 # Location -> the function that is called directly after the fault. All ranks call each of them.
 LOCATIONS = {

@@ -102,7 +102,7 @@ def test_config_error_on_one_rank_is_not_a_crash(tmp_path: Path) -> None:
 
 DATA_ERROR_CODE = """import os
 from torchtitan_like.data.batches.iterators import TrainBatches
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 plain, steps = TrainBatches.__next__, []
 def read(batches):
     steps.append(0)

@@ -20,7 +20,7 @@ from torchtitan_like.checkpoint.hf.safetensors_file import read_header
 from torchtitan_like.checkpoint.hf.safetensors_source import open_safetensors
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config import ConfigError, load_config
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.launcher.outcome import Start, report_end
 from torchtitan_like.monitor import log

@@ -49,6 +49,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+def test_file_names_are_unique() -> None:
+    """A name says which file is meant. Each model has the same four files."""
+    names = [path.name for path in CORE if path.parent.parent.name != "models"]
+    names = [name for name in names if name not in ("__init__.py", "__main__.py")]
+    assert len(names) == len(set(names)), sorted({n for n in names if names.count(n) > 1})
+    models = PACKAGE.glob("models/*/flavors.py")
+    for folder in (path.parent for path in models):
+        files = {path.name for path in folder.glob("*.py")}
+        assert files == {"__init__.py", "model.py", "flavors.py", "sharding.py", "hf.py"}
+
+
 def test_packages_import_only_what_they_may() -> None:
     """pyproject.toml has the contracts."""
     command = [

@@ -107,7 +107,7 @@ def _check_effect(
 
 def _check_user_source(key: str, source: DataSource, settings: Settings) -> Iterator[Problem]:
     """Open a data source of user code, which reads no documents yet."""
-    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.data_errors import DataError
     from torchtitan_like.data.text.user_documents import UserDocuments
 
     try:
@@ -125,7 +125,7 @@ def _check_files(
     key: str, path: str, format_name: str = "auto", involves: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
     """Check that the files exist and have a known format. For files on the Hub, check the name."""
-    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.data_errors import DataError
     from torchtitan_like.data.text.documents import find_corpus
     from torchtitan_like.data.text.hub import PREFIX, check_name
 

@@ -212,7 +212,7 @@ def check_tokenizer(run: RunContext) -> Iterator[Problem]:
         expected = f"a folder with tokenizer.json or a tiktoken .model file; {missing}"
         yield Problem(key, None, expected, remedy, severity="training_error")
         return
-    from torchtitan_like.data.errors import TokenizerError
+    from torchtitan_like.data.data_errors import TokenizerError
     from torchtitan_like.data.text.tokenizer import check_vocabulary, load_tokenizer
 
     try:

@@ -339,7 +339,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
     """Replay the step and print the result. Returns the exit code."""
     from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
     from torchtitan_like.config import ConfigError
-    from torchtitan_like.data.errors import DataError
+    from torchtitan_like.data.data_errors import DataError
     from torchtitan_like.monitor.log import init_logger
     from torchtitan_like.replay import BundleError, format_replay, is_reproduced, replay_bundle
     from torchtitan_like.util.jsonl import encode

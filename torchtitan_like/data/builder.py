@@ -23,7 +23,7 @@ from typing import Any, Literal
 from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.sections_training import Data, DataSource, Training, Validation
 from torchtitan_like.data.batches.iterators import StepPositions, TrainBatches, ValidationBatches
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples.best_fit import pack
 from torchtitan_like.data.samples.order import (
     BLOCK_SAMPLES,

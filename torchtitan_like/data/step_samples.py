@@ -12,7 +12,7 @@ from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder, resolve_sources
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples.streaming import window_folder
 from torchtitan_like.data.text.file_lists import VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.text.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.tools.export_step import export_step
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.distributed.world import HostGroup, pick_device
 from torchtitan_like.stored_config import identify_step
 from torchtitan_like.util.jsonl import JsonlFile

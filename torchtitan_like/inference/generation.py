@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.inference.load_model import LoadedModel
 from torchtitan_like.util.splitmix import mix64

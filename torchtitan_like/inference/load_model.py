@@ -17,7 +17,7 @@ from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import check_average
 from torchtitan_like.config import JobConfig
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from torchtitan_like.data.batches.batch import Batch, chain_digest
 from torchtitan_like.data.batches.iterators import TrainBatches
-from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.data_errors import DataError, DataMismatch
 from torchtitan_like.data.text.tokenizer import Tokenizer
 
 from .conftest import write_jsonl

@@ -28,7 +28,7 @@ from torchtitan_like.data.batches.batch import Batch, assemble
 from torchtitan_like.data.batches.batch import Plan as ReadingPlan
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.data_errors import DataError, DataMismatch
 from torchtitan_like.data.samples import best_fit
 from torchtitan_like.data.samples.best_fit import (
     BestFitSamples,

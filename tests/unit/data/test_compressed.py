@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 
 from torchtitan_like.cli import main as titan
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text import documents, formats
 from torchtitan_like.data.text.documents import Blocks, find_corpus, plan_pieces, read_piece
 from torchtitan_like.data.text.tokenizer import Tokenizer

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces, read_piece
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.documents import Corpus, find_corpus, plan_pieces, read_piece
 from torchtitan_like.data.text.formats import Span

@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from tests.unit.data.conftest import write_jsonl
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text import hub
 from torchtitan_like.data.text.documents import find_corpus
 

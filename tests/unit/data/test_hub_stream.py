@@ -25,7 +25,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from tests.unit.data.conftest import ASSETS, TEXTS, write_jsonl
 from tests.unit.data.test_documents import write_table
 from torchtitan_like.data.batches.iterators import TrainBatches
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.text import documents, formats, hub

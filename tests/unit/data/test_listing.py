@@ -16,7 +16,7 @@ import pytest
 from torchtitan_like.config.sections_training import Data, DataSource
 from torchtitan_like.data import builder as data_build
 from torchtitan_like.data.builder import DataBuilder, NamedSource
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens import checked_file, token_sources

@@ -32,7 +32,7 @@ from torchtitan_like.data.batches.batch import (
 )
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 
 Build = Callable[..., TrainBatches]

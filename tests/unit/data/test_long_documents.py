@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, trainers
 
 from torchtitan_like.config.dataset_names import DATASETS
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
 from torchtitan_like.data.text.documents import find_corpus, plan_pieces
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer

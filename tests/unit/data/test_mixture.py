@@ -22,7 +22,7 @@ from torchtitan_like.data import builder as data_build
 from torchtitan_like.data.batches.batch import Batch, count_valid_by_source
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.data_errors import DataError, DataMismatch
 from torchtitan_like.data.samples import order as sample_order
 from torchtitan_like.data.samples.order import Origin, SampleOrder, Supply
 from torchtitan_like.data.text.tokenizer import Tokenizer

@@ -15,7 +15,7 @@ import pytest
 from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.config.sections_training import DataSource, Training, Validation
 from torchtitan_like.data.builder import resolve_sources
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 
 
 def resolve(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from torchtitan_like.config.sections_training import DataSource
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens import checked_file, run_digests
 from torchtitan_like.data.tokens.token_file import TokenFile

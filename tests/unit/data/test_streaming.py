@@ -36,7 +36,7 @@ from torchtitan_like.config.sections_training import (
 from torchtitan_like.data.batches.batch import Batch
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.data_errors import DataError, DataMismatch
 from torchtitan_like.data.samples import streaming
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.text import documents

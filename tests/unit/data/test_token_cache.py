@@ -24,7 +24,7 @@ import pytest
 
 from tests.harness.users import as_user_without_rights
 from torchtitan_like.config.sections_training import Data
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples import best_fit
 from torchtitan_like.data.text import documents
 from torchtitan_like.data.text.documents import OnBadRecord, find_corpus

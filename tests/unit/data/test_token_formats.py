@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from torchtitan_like.data.batches.iterators import TrainBatches
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens import token_formats
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torchtitan_like.config.sections_training import Data, DataSource, Validation
 from torchtitan_like.data.batches.iterators import TrainBatches
 from torchtitan_like.data.builder import DataBuilder
-from torchtitan_like.data.errors import DataError, DataMismatch
+from torchtitan_like.data.data_errors import DataError, DataMismatch
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.data.tokens import token_file, token_formats, token_sources
 from torchtitan_like.data.tokens.token_sources import TokenStream

@@ -19,7 +19,7 @@ from tokenizers import models, pre_tokenizers
 
 from torchtitan_like.cli import main as titan
 from torchtitan_like.config.dataset_names import DATASETS
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text import tokenizer as tokenizer_module
 from torchtitan_like.data.text.tokenizer import Tokenizer, check_vocabulary, load_tokenizer
 from torchtitan_like.data.text.word_patterns import RANK_FILES

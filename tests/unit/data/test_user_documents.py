@@ -12,7 +12,7 @@ import pytest
 
 from tests.harness.extensions import forgotten
 from torchtitan_like.data.batches.iterators import TrainBatches
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.formats import NoDocument
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.text.user_documents import UserDocuments, UserProcessor

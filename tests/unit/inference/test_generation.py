@@ -14,7 +14,7 @@ from tests.distributed import outside_model  # registers its model
 from tests.harness.runner import ROOT
 from tests.unit.cli.test_data_tiny import llama2
 from tests.unit.models.families import DEEPSEEK_V3, GPT_OSS, LLAMA4, SIGMOID
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.initialize import initialize, materialize
 from torchtitan_like.inference.generation import (

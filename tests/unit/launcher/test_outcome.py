@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtitan_like.config import load_config
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.launcher.outcome import Start, report_crash, report_end
 from torchtitan_like.monitor.attempt import record_error
 from torchtitan_like.util.run_directory import RunEnd, read_exit, write_exit

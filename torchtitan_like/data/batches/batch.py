@@ -24,7 +24,7 @@ import xxhash
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset
 
-from torchtitan_like.data.errors import ReadInterrupted
+from torchtitan_like.data.data_errors import ReadInterrupted
 from torchtitan_like.data.samples.packing import JoinedSamples
 from torchtitan_like.util.exit_codes import SIGNAL_CODES
 from torchtitan_like.util.labels import IGNORED_LABEL

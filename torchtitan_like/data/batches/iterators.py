@@ -27,7 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.data.batches.batch import Batch, Plan, PlannedBatches, make_reader
-from torchtitan_like.data.errors import DataMismatch, ReadInterrupted
+from torchtitan_like.data.data_errors import DataMismatch, ReadInterrupted
 from torchtitan_like.data.samples.order import Origin, SampleOrder
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples
 from torchtitan_like.data.samples.streaming import StreamedSamples

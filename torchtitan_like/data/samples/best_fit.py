@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import Data
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples.packing import Indices2d, PackedSamples
 from torchtitan_like.data.text.file_lists import CACHE_FOLDER_NAMES
 from torchtitan_like.data.tokens.checked_file import (

@@ -36,7 +36,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.samples.packing import NO_SAMPLE
 from torchtitan_like.util.splitmix import Integers, mix64
 

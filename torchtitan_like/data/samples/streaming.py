@@ -38,7 +38,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import Data
-from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.data_errors import CacheWriteError, DataError
 from torchtitan_like.data.samples import best_fit, packing
 from torchtitan_like.data.samples.order import PERMUTATION_VERSION, UNKNOWN_SIZE, seed_of, shuffled
 from torchtitan_like.data.samples.packing import NO_SAMPLE, JoinedSamples, PackedSamples, Samples

@@ -33,7 +33,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.file_lists import find_files, format_of
 from torchtitan_like.data.text.formats import (
     NoDocument,

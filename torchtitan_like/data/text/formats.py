@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.formats import DAMAGE_ERRORS, is_compressed, open_bytes
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.locks import file_lock

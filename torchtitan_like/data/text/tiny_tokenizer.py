@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.data.errors import TokenizerError
+from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import load_tokenizer, merges_of
 from torchtitan_like.util.files import staged_path
 

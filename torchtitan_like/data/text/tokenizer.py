@@ -31,7 +31,7 @@ from typing import Any
 
 import xxhash
 
-from torchtitan_like.data.errors import DataError, TokenizerError
+from torchtitan_like.data.data_errors import DataError, TokenizerError
 from torchtitan_like.data.text.word_patterns import (
     LLAMA3_RANKS,
     PATTERNS,

@@ -11,7 +11,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.formats import NoDocument
 from torchtitan_like.extensions.user_code import resolve_name
 from torchtitan_like.util.modules import describe_line

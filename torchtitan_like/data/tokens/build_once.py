@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.distributed.world import HostGroup
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.util.extents import HashedStream, as_bytes, num_extents, write_all
 from torchtitan_like.util.reading import open_at_once
 

@@ -17,7 +17,7 @@ from multiprocessing import get_context, parent_process
 import numpy as np
 import xxhash
 
-from torchtitan_like.data.errors import BuildStopped, DataError, TokenizerError
+from torchtitan_like.data.data_errors import BuildStopped, DataError, TokenizerError
 from torchtitan_like.data.text.documents import Corpus, Piece, Record, read_piece
 from torchtitan_like.data.text.formats import Span
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.tokens import checked_file
 from torchtitan_like.data.tokens.checked_file import CheckedFile, RawFile
 from torchtitan_like.data.tokens.token_file import written_atomically

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan_like.config.sections_training import DataSource
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.documents import (
     Corpus,
     OnBadRecord,

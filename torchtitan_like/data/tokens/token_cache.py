@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from torchtitan_like.data.errors import BuildStopped, CacheWriteError, DataError
+from torchtitan_like.data.data_errors import BuildStopped, CacheWriteError, DataError
 from torchtitan_like.data.text.documents import Corpus
 from torchtitan_like.data.text.file_lists import CACHE_FOLDER_NAME, VISIBLE_CACHE_FOLDER_NAME
 from torchtitan_like.data.tokens.encoding import TokenPolicy

@@ -29,7 +29,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import CacheWriteError, DataError
+from torchtitan_like.data.data_errors import CacheWriteError, DataError
 from torchtitan_like.data.tokens.checked_file import (
     CheckedArray,
     CheckedFile,

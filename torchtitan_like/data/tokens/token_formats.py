@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.checked_file import CheckedArray, CheckedFile, RawFile
 from torchtitan_like.data.tokens.token_cache import FORMAT_VERSION

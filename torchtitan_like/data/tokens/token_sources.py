@@ -27,7 +27,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from torchtitan_like.config.sections_training import DataSource
-from torchtitan_like.data.errors import DataError
+from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.text.file_lists import files_below, matching
 from torchtitan_like.data.text.tokenizer import Tokenizer
 from torchtitan_like.data.tokens.build_once import read_once

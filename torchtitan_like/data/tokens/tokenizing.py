@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from torchtitan_like.data.errors import BuildStopped, CacheWriteError, DataError, WorkerKilled
+from torchtitan_like.data.data_errors import BuildStopped, CacheWriteError, DataError, WorkerKilled
 from torchtitan_like.data.text.documents import (
     PIECES_VERSION,
     Corpus,
