@@ -332,6 +332,7 @@ CHECKS = {
     "titan generate ": lambda words: parse_titan(words[1:]),
     "PYTHONPATH=. titan generate ": lambda words: parse_titan(words[2:]),
     "titan plan ": lambda words: parse_titan(words[1:]),
+    "PYTORCH_ALLOC_CONF= titan plan ": lambda words: parse_titan(words[2:]),
     "titan download ": lambda words: parse_titan(words[1:]),
     # test_plan_search.py writes a best.toml and checks it.
     "titan check ": lambda words: (
