@@ -7,6 +7,7 @@ of TorchTitan. Their packages are imported on first use.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -197,6 +198,7 @@ class TensorBoard(Dashboard):
         self.folder = _make_new(folder / started, rank)
         self._failures = WriteFailures() if failures is None else failures
         self._writer: SummaryWriter | None = None
+        _silence_writer_threads()
         logger.info(f"TensorBoard logging enabled. Logs will be saved at {self.folder}")
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -221,6 +223,18 @@ class TensorBoard(Dashboard):
         if self._writer is not None:
             with self._failures.recording(self.folder):
                 self._writer.close()
+
+
+def _silence_writer_threads() -> None:
+    """Print no traceback of an OSError in TensorBoard's threads: `TensorBoard.write` reports it."""
+    former = threading.excepthook
+
+    def hook(error: threading.ExceptHookArgs) -> None:
+        is_of_tensorboard = type(error.thread).__module__.startswith("tensorboard.")
+        if not (is_of_tensorboard and issubclass(error.exc_type, OSError)):
+            former(error)
+
+    threading.excepthook = hook
 
 
 def _make_new(folder: Path, rank: int) -> Path:
