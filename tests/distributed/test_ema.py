@@ -16,7 +16,7 @@ from tests.distributed.test_nonfinite_steps import SKIP, corrupt_gradient, train
 from tests.distributed.test_saving import metric_rows
 from tests.distributed.test_saving import run as save
 from tests.harness.rank_pool import run_ranks
-from torchtitan_like import train as trainer_module
+from torchtitan_like import validation as validation_module
 from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.stored_weights import check_average
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
@@ -83,7 +83,7 @@ def run_cell_and_loop(argv):
 
 
 def run_cell_that_keeps_gathered_weights(argv):
-    with patch.object(trainer_module, "free_gathered", lambda parts: None):
+    with patch.object(validation_module, "free_gathered", lambda parts: None):
         return run_cell_and_loop(argv)
 
 
