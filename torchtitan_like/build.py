@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.config.sections_run import Resilience
     from torchtitan_like.config.sections_training import Model
+    from torchtitan_like.models.spec import ModelSpec
 
 PLAN_OBSERVER = "torchtitan_like.plan.plan_check:observe_plan"  # of rank 0
 
@@ -149,13 +150,18 @@ def build_checkpointer(run: Run, world: World) -> Checkpointer:
         dump_folder=run.config.job.dump_folder,
         group=world.checkpoint_group,
         device=world.device,
-        identity=identify(run.config.model),
+        identity=identity_of(run.spec, run.args, run.config.model),
     )
 
 
 def identify(model: Model) -> Identity:
-    """Return the model's name and sizes, which checkpoints of other formats do not contain."""
+    """Return the identity of a configured model, after resolving its sizes."""
     spec = get_spec(model.name)
+    return identity_of(spec, resolve_args(spec, model.flavor, model.args), model)
+
+
+def identity_of(spec: ModelSpec, args: Any, model: Model) -> Identity:
+    """Return the model's name and sizes, which checkpoints of other formats do not contain."""
 
     def special_tokens() -> tuple[SpecialToken | None, SpecialToken | None]:
         tokenizer = load_tokenizer(model.tokenizer_folder)
@@ -163,7 +169,6 @@ def identify(model: Model) -> Identity:
         bos, eos = (None if i is None else SpecialToken(tokenizer.decode([i]), i) for i in ids)
         return bos, eos
 
-    args = resolve_args(spec, model.flavor, model.args)
     folders = Path(model.assets_folder), Path(model.tokenizer_folder)
     return Identity(spec, args, *folders, special_tokens)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_like.build import identify
+from torchtitan_like.build import identity_of
 from torchtitan_like.check.model_checks import read_sizes
 from torchtitan_like.checkpoint.errors import with_checkpoint_errors
 from torchtitan_like.checkpoint.hf.folder import write_model
@@ -68,7 +68,7 @@ def make_tiny_model(config_file: str, out: Path, settings: Sequence[str], dtype:
     materialize(model, torch.device("cpu"))
     initialize(model, spec.init_table(args), config.debug.seed or 0)
     group = with_checkpoint_errors(HostGroup.alone())
-    identity = dataclasses.replace(identify(config.model), args=args)
+    identity = identity_of(spec, args, config.model)
     size_settings = [f"--model.args.{name}={json.dumps(size)}" for name, size in changes.items()]
     command = ["titan", "data", "tiny", "model", config_file, str(out), "--dtype", dtype]
     with staged_path(out) as staged:

@@ -26,7 +26,7 @@ SHTAB_FILE = {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}
 
 
 class Command(NamedTuple):
-    """A sub-command. ``name`` has all of its words; ``module`` of this package is X_commands.py.
+    """A sub-command. ``name`` has all of its words; ``module`` is X for X_commands.py.
 
     The next word after a command with ``verbs`` selects a verb. If the command has a module too,
     any other word belongs to its own arguments.

@@ -25,8 +25,8 @@ TILES = ((128, 256, 1.0), (256, 128, 1.0), (128, 128, 0.92))
 SPLIT_SHARE = 0.85  # of the peak, if a kernel splits k, so that all multiprocessors have work
 RAMP_BYTES = 512  # the k of a matrix product that takes as long as loading its first and last tiles
 
-# Of the rate of a GPU's other kernels, for those that read with strides, reduce in several passes, or
-# follow indices. Measured on one H200 (docs/benchmarks/2026-11-28-plan-card.md).
+# Speed of some kernels relative to a GPU's other memory-bound kernels. These read with strides or
+# indices, or reduce in several passes. Measured on one H200 (docs/benchmarks/2026-11-28-plan-card.md).
 KERNEL_SHARES: Mapping[str, float] = MappingProxyType(
     {
         "_grouped_mm": 0.62,

@@ -35,9 +35,9 @@ EVENT_KINDS = {"event": TEXT}
 
 @dataclass
 class RowParser:
-    """Parses the lines of one file, and counts by reason those that cannot be used.
+    """Parses the lines of one file, and counts the unusable ones by reason.
 
-    keys: each row must have them. kinds: of the values that are read.
+    keys: required in each row. kinds: expected type of each value that is read.
     """
 
     name: str

@@ -130,9 +130,8 @@ def first_names(names: Sequence[str]) -> str:
 # ---- gradients, computed twice
 
 
-NUM_MEASURED = (
-    4  # passes that measure which gradients are computed by kernels that are not deterministic
-)
+# Passes that measure which gradients are computed by kernels that are not deterministic.
+NUM_MEASURED = 4
 MOST_NOISE = 0.05  # of a gradient's norm; more is an error, not rounding
 NOISE_MARGIN = 10.0  # later differences of the norm may be this many times the measured one
 LEAST_BOUND = 1e-3  # of a gradient's norm, for kernels that are not deterministic

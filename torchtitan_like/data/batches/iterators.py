@@ -407,7 +407,9 @@ class ValidationBatches:
     ) -> None:
         self._local_batch_size = local_batch_size
         self.identity = samples.identity
-        self._dp_rank, self._dp_size = sharing
+        dp_rank, dp_size = sharing
+        self._dp_rank = dp_rank
+        self._dp_size = dp_size
         num_text_batches = -(-samples.num_samples // local_batch_size)
         self.num_batches = (
             num_text_batches if num_batches < 0 else min(num_batches, num_text_batches)

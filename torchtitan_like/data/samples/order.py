@@ -124,12 +124,16 @@ class SampleOrder:
         self._seeds = None if seed is None else [seed_of(supply.key, seed) for supply in supplies]
         self._changes = changes
         self.origin = Origin(0, {})
-        self._segments, self.end = self._plan()
+        segments, end = self._plan()
+        self._segments = segments
+        self.end = end
 
     def start_at(self, origin: Origin) -> None:
         """Start the pattern at ``origin``. Positions before it become invalid."""
         self.origin = origin
-        self._segments, self.end = self._plan()
+        segments, end = self._plan()
+        self._segments = segments
+        self.end = end
 
     def with_origin(self, origin: Origin) -> SampleOrder:
         """Return a copy with another origin."""
