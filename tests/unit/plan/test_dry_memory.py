@@ -87,4 +87,5 @@ def test_each_family_is_planned_eager_and_compiled(name: str) -> None:
     eager, compiled = (
         planned(with_settings(config, {"compile.enable": enable})) for enable in (False, True)
     )
-    assert 0 < compiled.reserved <= eager.reserved
+    # Not the reserved bytes: other tensors leave other gaps between them.
+    assert 0 < compiled.active <= eager.active
