@@ -175,7 +175,7 @@ def test_the_keyboard_reads_rows(open_report: Callable[..., Page], tmp_path: Pat
     page = open_report("keyboard", write_steady_run(tmp_path / "run"))
     page.browser.find_element(By.ID, "cursor").send_keys(Keys.HOME, *[Keys.ARROW_RIGHT] * 6)
     values = page.run("return document.querySelector('#values tbody').innerText").splitlines()
-    assert "train\t7\t7.93" in values
+    assert "Loss: train\t7\t7.93" in values
     assert page.run("return document.activeElement.id") == "cursor"
 
 

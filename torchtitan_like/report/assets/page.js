@@ -18,10 +18,11 @@
       figure.add_layout(cursor);
       return cursor;
     });
-    const sources = new Set();
+    const labels = new Map(); // source of a curve -> its label in the table of values
     for (const figure of figures) {
-      for (const renderer of figure.renderers) {
-        if (renderer.name === "curve") sources.add(renderer.data_source);
+      for (const renderer of figure.renderers.filter((one) => one.name === "curve")) {
+        const source = renderer.data_source;
+        labels.set(source, source.name === figure.name ? figure.name : `${figure.name}: ${source.name}`);
       }
     }
 
@@ -93,13 +94,13 @@
       const step = Number(range.value);
       let position = null;
       body.replaceChildren();
-      for (const source of sources) {
+      for (const [source, label] of labels) {
         const row = rowAt(source, step);
         if (row < 0) continue;
         if (position === null) position = source.get_array(column)[row];
         const line = body.insertRow();
         const numbers = ["step", "value"].map((name) => shorten(source.get_array(name)[row]));
-        for (const text of [source.name, ...numbers]) line.insertCell().textContent = text;
+        for (const text of [label, ...numbers]) line.insertCell().textContent = text;
       }
       const isLast = range.value === range.max;
       for (const cursor of cursors) cursor.location = isLast ? null : column === "step" ? step : position;
