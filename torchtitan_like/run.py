@@ -26,7 +26,6 @@ from torchtitan_like.data.batches.batch import describe_core_shortage
 from torchtitan_like.data.data_errors import DataError
 from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
-from torchtitan_like.distributed.mesh_picture import picture
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
 from torchtitan_like.monitor.attempt import record_error
@@ -211,8 +210,7 @@ def build_world(run: Run, launched: LaunchedAs, group: dist.ProcessGroup | None 
         group=group,
     )
     if world.size > 1:
-        for line in picture(dims, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))):
-            logger.info(line)
+        logger.info(dims.describe(int(os.environ.get("LOCAL_WORLD_SIZE", world.size))))
     return world
 
 

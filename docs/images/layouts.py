@@ -12,13 +12,33 @@ import sys
 from pathlib import Path
 
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.mesh_picture import axes_of, coordinates, title
 from torchtitan_like.distributed.schedule_view import DURATION, Order, order_of, simulate
 from torchtitan_like.plan.plan_pictures import CELL, draw_actions, draw_cell, empty_axes
 from torchtitan_like.util.pictures import PALETTE, picture
 
 LABEL_WIDTH = 2.6  # inches, of the coordinates of a row
 STAGE_GAP = 0.5  # cells between the grids of two pipeline ranks
+
+
+def axes_of(dims: ParallelDims) -> tuple[int, dict[str, int], dict[str, int]]:
+    """Return the pipeline ranks, and the sizes of the dimensions in rows and in columns.
+
+    cp and tp are columns, or the last other dimension without them.
+    """
+    axes = dims.mesh_shape()
+    pp = axes.pop("pp", 1)
+    columns = {name: size for name, size in axes.items() if name in ("cp", "tp")}
+    columns = columns or dict(list(axes.items())[-1:])
+    return pp, {name: size for name, size in axes.items() if name not in columns}, columns
+
+
+def coordinates(axes: dict[str, int], index: int) -> list[str]:
+    """Return the coordinates of a row or column on its axes as text: `tp 1`."""
+    labels = []
+    for name, size in reversed(axes.items()):
+        index, coordinate = divmod(index, size)
+        labels.append(f"{name} {coordinate}")
+    return labels[::-1]
 
 
 def draw_mesh(dims: ParallelDims, ranks_per_node: int, path: Path) -> None:
@@ -31,7 +51,7 @@ def draw_mesh(dims: ParallelDims, ranks_per_node: int, path: Path) -> None:
     head = 0.5 * len(columns) + 0.3
     width, height = max(num_columns, 8), head + pp * (num_rows + STAGE_GAP)
     with picture(path, LABEL_WIDTH + CELL * width, CELL * (height + 1)) as figure:
-        axes = empty_axes(figure, title(dims, ranks_per_node))
+        axes = empty_axes(figure, dims.describe(ranks_per_node))
         axes.set_xlim(-LABEL_WIDTH / CELL, width)
         axes.set_ylim(height, 0)
         for column in range(num_columns):

@@ -47,6 +47,13 @@ class ParallelDims:
         shape = {name: getattr(self, name) for name in MESH_ORDER if getattr(self, name) > 1}
         return shape or {"dp_shard": 1}
 
+    def describe(self, ranks_per_node: int) -> str:
+        """Return the number of ranks, the degrees above one, and the number of nodes above one."""
+        degrees = " x ".join(f"{name} {size}" for name, size in self.mesh_shape().items())
+        num_nodes = -(-self.world_size // ranks_per_node)
+        nodes = f", on {num_nodes} nodes of {ranks_per_node}" if num_nodes > 1 else ""
+        return f"{self.world_size} ranks = {degrees}{nodes}"
+
     def layout(self) -> dict[str, int]:
         """Return `mesh_shape` and, if above one, the degrees that use the same ranks."""
         borrowed = {"ep": self.ep, "expert_tp": self.expert_tp}

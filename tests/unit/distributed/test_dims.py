@@ -45,6 +45,18 @@ def test_mesh_shape(degrees, world_size, shape):
 
 
 @pytest.mark.parametrize(
+    ("dims", "ranks_per_node", "text"),
+    [
+        (ParallelDims(8, pp=2, dp_shard=2, tp=2), 8, "8 ranks = pp 2 x dp_shard 2 x tp 2"),
+        (ParallelDims(8, dp_shard=4, cp=2), 4, "8 ranks = dp_shard 4 x cp 2, on 2 nodes of 4"),
+        (ParallelDims(9, dp_replicate=9), 4, "9 ranks = dp_replicate 9, on 3 nodes of 4"),
+    ],
+)
+def test_the_mesh_in_the_log(dims, ranks_per_node, text):
+    assert dims.describe(ranks_per_node) == text
+
+
+@pytest.mark.parametrize(
     ("degrees", "world_size", "message"),
     [
         ({"data_parallel_shard": 3}, 4, "dp_shard 3 .*= 3, but the world has 4 ranks"),

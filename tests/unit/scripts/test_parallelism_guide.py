@@ -12,7 +12,6 @@ import pytest
 
 from torchtitan_like.check.rules import RULES
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.mesh_picture import picture
 
 
 @pytest.fixture
@@ -37,8 +36,8 @@ def test_the_count_equals_the_collectives_of_a_step(guide: str, repo_root: Path)
     assert done.returncode == 0 and done.stdout == f"{output}\n", done.stdout + done.stderr
 
 
-def test_the_picture_equals_the_log(guide: str) -> None:
-    assert "\n".join(picture(ParallelDims(8, pp=2, dp_shard=2, tp=2), 4)) in guide
+def test_the_mesh_is_as_in_the_log(guide: str) -> None:
+    assert ParallelDims(8, pp=2, dp_shard=2, tp=2).describe(4) in guide
 
 
 def test_every_rule_is_named(guide: str) -> None:
