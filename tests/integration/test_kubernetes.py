@@ -67,7 +67,7 @@ def test_skypilot_accepts_the_task(tools: Path, tmp_path: Path) -> None:
 class IndexedJob:
     """Runs the pods of a job as processes, and replaces them as its podFailurePolicy says.
 
-    codes: the exit codes of the pods of each index, in order. programs: a folder with `titan`.
+    codes: the exit codes of the pods of each index, in order. programs: a folder with `python` and `titan`.
     """
 
     def __init__(self, job: dict[str, Any], run: Path, settings: list[str], programs: Path) -> None:
@@ -161,9 +161,10 @@ def test_a_job_trains_through_losses_of_pods(tmp_path: Path) -> None:
     ]  # fmt: skip
     programs = tmp_path / "bin"
     programs.mkdir()
-    titan = programs / "titan"
-    titan.write_text(f'#!/bin/sh\nexec {sys.executable} -m torchtitan_like "$@"\n')
-    titan.chmod(0o755)
+    for name, module in (("python", ""), ("titan", "-m torchtitan_like")):
+        program = programs / name
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} {module} "$@"\n')
+        program.chmod(0o755)
     jobs = []
     try:
         jobs.append(whole := IndexedJob(job, tmp_path / "whole", settings, programs))
