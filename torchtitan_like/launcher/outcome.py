@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
 from torchtitan_like.report.state import find_state
-from torchtitan_like.util.exit_codes import CRASH, KILLED, RANK_SIGNALS, SIGNAL_CODES, ExitCode
+from torchtitan_like.util.exit_codes import (
+    CRASH,
+    KILLED,
+    RANK_SIGNALS,
+    REPEATABLE,
+    SIGNAL_CODES,
+    ExitCode,
+)
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.locks import run_lock
 from torchtitan_like.util.output import show, show_error
@@ -131,7 +138,7 @@ def report_end(
         return _report_refusal(folder, _first_error(folder, start.since))
     if code == ExitCode.STORAGE:  # another run is using the folder, as a rank has printed
         return code
-    return report_crash(folder, code, start.since)
+    return report_crash(config, code, start)
 
 
 def _code_without_exit(folder: Path, since: float) -> int:
@@ -180,7 +187,7 @@ def _report_agreed(config: JobConfig, end: RunEnd, start: Start) -> int:
 def _show_how_to_continue(config: JobConfig, code: int, start: Start) -> None:
     """Print the command, if the same one continues a run that was stopped."""
     folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
-    if code not in (ExitCode.REQUEUE, ExitCode.INTERRUPTED) or not checkpoint.enable:
+    if code not in REPEATABLE or not checkpoint.enable:
         return
     full = [step for step in published_steps(folder / checkpoint.folder) if step.is_full]
     if full and not (folder / config.resilience.kill_switch_path).exists():
@@ -194,26 +201,27 @@ def _report_refusal(folder: Path, first: FirstError | None) -> int:
     return int(ExitCode.BAD_CONFIG)
 
 
-def report_crash(folder: Path, code: int, since: float) -> int:
-    """Print the first error since then, and the ranks without an error. Returns the exit code.
+def report_crash(config: JobConfig, code: int, start: Start) -> int:
+    """Print the first error of a run, and the ranks without an error. Returns the exit code.
 
     The code is BAD_CONFIG if a rank rejected the configuration, and BAD_DATA if a rank read damaged
     data. It is LOST_PEER if all recorded errors are lost connections to other ranks. exit.json then
     has this code.
     """
-    attempts = folder / ATTEMPTS
+    folder = Path(config.job.dump_folder)
     # A rank that was stopped because another one crashed may have written exit.json.
     with suppress(OSError, ValueError):
         if read_exit(folder).step is None:
             (folder / EXIT).unlink()
-    first = _first_error(folder, since)
+    first = _first_error(folder, start.since)
     if first is None:
         line = "stopped: killed, or its error is above and could not be written"
         if code == KILLED:
             code = ExitCode.LOST_PEER
             _write_exit(folder, ExitCode.LOST_PEER)
             line = find_state(folder, time.time()).line
-        show_error(f"{line}: no rank has recorded an error in {attempts}")
+        _show_how_to_continue(config, code, start)
+        show_error(f"{line}: no rank has recorded an error in {folder / ATTEMPTS}")
         return int(code)
     attempt, record = first
     if record["phase"] == "config":
@@ -227,6 +235,7 @@ def report_crash(folder: Path, code: int, since: float) -> int:
     elif has_lost_peer:
         code = ExitCode.LOST_PEER
         _write_exit(folder, ExitCode.LOST_PEER, record["step"])
+    _show_how_to_continue(config, code, start)
     lines = [f"FIRST ERROR of {len(failed)} (all: {attempt}/errors): {describe_error(record)}"]
     # The state names the ranks without an error, which are the cause if a connection was lost.
     lines.insert(len(lines) if has_lost_peer else 0, find_state(folder, time.time()).line)

@@ -16,7 +16,7 @@ from torchtitan_like.report.state import (
     RunState,
     find_state,
     is_run,
-    require_run,
+    switch_files,
 )
 from torchtitan_like.report.tolerant import newest_metrics, read_run_config
 from torchtitan_like.util.exit_codes import WORTH_A_RETRY
@@ -25,11 +25,9 @@ from torchtitan_like.util.run_directory import (
     EXIT,
     MANIFEST,
     METRICS,
-    Switches,
     newest_attempt,
     step_name,
     step_number,
-    switches,
 )
 from torchtitan_like.util.units import format_duration
 
@@ -140,22 +138,6 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 
 # ---- requests
-
-
-def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
-    """Return the paths of a run's switch files, and its configuration. Raises ValueError."""
-    from torchtitan_like.config.sections_run import Resilience  # pydantic is slow to import
-
-    require_run(run)
-    config = read_run_config(run)
-    defaults = Resilience()
-    section = config.get("resilience", {})
-    paths = switches(
-        run,
-        str(Path(section.get("kill_switch_path", defaults.kill_switch_path)).expanduser()),
-        str(Path(section.get("save_switch_path", defaults.save_switch_path)).expanduser()),
-    )
-    return paths, config
 
 
 def request_stop(run: Path, now: float) -> str:

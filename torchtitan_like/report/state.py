@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from torchtitan_like.report.tolerant import Row, newest_events, newest_metrics
-from torchtitan_like.util.exit_codes import WORTH_A_RETRY, ExitCode
+from torchtitan_like.report.tolerant import Row, newest_events, newest_metrics, read_run_config
+from torchtitan_like.util.exit_codes import REPEATABLE, ExitCode
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     BAD_STEPS,
@@ -22,6 +23,7 @@ from torchtitan_like.util.run_directory import (
     HEARTBEATS,
     METRICS,
     RunEnd,
+    Switches,
     attempt_folder,
     earliest_error,
     files_of_ranks,
@@ -30,6 +32,7 @@ from torchtitan_like.util.run_directory import (
     read_exit,
     read_heartbeats,
     step_number,
+    switches,
 )
 from torchtitan_like.util.units import format_clock
 
@@ -48,9 +51,6 @@ UNREADABLE = "unreadable"
 ERROR = "error"
 KILLED = "killed"
 LOST = "lost"
-
-# Ends that all ranks agreed on, after which the same command continues.
-RESUMABLE = (ExitCode.REQUEUE.reason, ExitCode.INTERRUPTED.reason)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class RunState:
             return "running"
         if self.reason == ExitCode.DONE.reason:
             return "done"
-        return "paused" if self.reason in RESUMABLE else "failed"
+        return "paused" if self.end is not None and self.end.code in REPEATABLE else "failed"
 
 
 def is_run(folder: Path) -> bool:
@@ -104,6 +104,22 @@ def require_run(folder: Path) -> None:
             f"{folder} is not the folder of a run: it has none of {METRICS}, {EVENTS}, {ATTEMPTS} "
             f"and {EXIT}. Expected a job.dump_folder. Correct the path."
         )
+
+
+def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
+    """Return the paths of a run's switch files, and its configuration. Raises ValueError."""
+    from torchtitan_like.config.sections_run import Resilience  # pydantic is slow to import
+
+    require_run(run)
+    config = read_run_config(run)
+    defaults = Resilience()
+    section = config.get("resilience", {})
+    paths = switches(
+        run,
+        str(Path(section.get("kill_switch_path", defaults.kill_switch_path)).expanduser()),
+        str(Path(section.get("save_switch_path", defaults.save_switch_path)).expanduser()),
+    )
+    return paths, config
 
 
 def find_state(run: Path, now: float) -> RunState:
@@ -123,7 +139,7 @@ def _find_state(run: Path, now: float) -> RunState:
         end = read_exit(run)
         silent = _ranks_without_error(attempt) if end.code else ""
         detail = f"{end}{_cause(run, end)}{silent}"
-        advice = _advice(attempt, end)
+        advice = _advice(run, attempt, end)
         return RunState(STOPPED, end.reason, detail, updated, end, advice)
     error = None if attempt is None else earliest_error(attempt)
     # A start that failed before it had a number.
@@ -185,13 +201,18 @@ def _cause(run: Path, end: RunEnd) -> str:
     return f": {cause.replace('_', ' ')}"
 
 
-def _advice(attempt: Path | None, end: RunEnd) -> str:
+def _advice(run: Path, attempt: Path | None, end: RunEnd) -> str:
     """Return what to do after an end."""
     if end.code == ExitCode.BAD_NUMBERS and attempt is not None:
         paths = (attempt / BAD_STEPS).glob("*.json")
         bundles = [(step, path) for path in paths if (step := step_number(path.stem)) is not None]
         return f"titan run replay {max(bundles)[1]}" if bundles else ""
-    return "The same command continues the run." if end.code in WORTH_A_RETRY else ""
+    if end.code not in REPEATABLE:
+        return ""
+    with suppress(ValueError):  # a damaged configuration
+        if switch_files(run)[0].kill.exists():
+            return f"titan run stop {run} --clear"
+    return "The same command continues the run."
 
 
 def _position(beats: Mapping[int, Row]) -> str:

@@ -69,5 +69,7 @@ def early_code(codes: set[int]) -> ExitCode | None:
     return next(code for code in _EARLY_CODES if code in codes)
 
 
-# Ends after which the same command may succeed. All others need a person, or nothing.
+# Ends after which a scheduler starts the same command again by itself.
 WORTH_A_RETRY = (CRASH, ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE)
+# Ends after which a person may repeat the same command without a change. It continues the run.
+REPEATABLE = (ExitCode.LOST_PEER, ExitCode.STORAGE, ExitCode.REQUEUE, ExitCode.INTERRUPTED)

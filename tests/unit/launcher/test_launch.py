@@ -668,8 +668,10 @@ def test_the_last_line_after_a_crash_reports_the_first_error(
     record_errors(shell.folder / "outputs/attempts/0", {0: "OSError: one day old"}, now - 86400)
     record_errors(shell.folder / "outputs/attempts/1", {0: "OSError: one hour old"}, now - 3600)
     record_errors(shell.folder / "new", errors, now + 60)
+    publish_step(shell, 6)
     result = shell(RUN="mv new outputs/attempts/2; exit 1")
     assert result.returncode == code
+    assert ("Resume at step 6 (the same command): " in result.stderr) == (code == 69)
     end = shell.folder / "outputs/exit.json"
     assert (
         not end.exists()

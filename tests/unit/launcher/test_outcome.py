@@ -26,7 +26,8 @@ def test_damaged_data_on_one_rank_returns_the_code_of_bad_data(
             raise error
         except Exception as raised:
             record_error(attempt, rank, phase, 7, raised)
-    assert report_crash(tmp_path, 1, 0.0) == 65
+    config = load_config(["--job.dump_folder", str(tmp_path)])
+    assert report_crash(config, 1, Start(0.0, 1, "titan train", ["titan"])) == 65
     assert json.loads((tmp_path / "exit.json").read_text()) == {
         "reason": "bad_data",
         "code": 65,

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.report.run_folder import Row, step_row, write_rows, write_steady_run
+from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.cli import main
 from torchtitan_like.config import load_config
 from torchtitan_like.launcher.outcome import Start, report_end
@@ -194,6 +195,19 @@ VIEWS: dict[str, tuple[Callable[[Path, int], object], str]] = {
         "stopped: lost_peer",
     ),
     "preempted": (lambda run, _: write_exit(run, RunEnd("requeue", 75, 20)), "stopped: requeue"),
+    "a full disk": (lambda run, _: write_exit(run, RunEnd("storage", 74, 20)), "stopped: storage"),
+    "Ctrl-C": (
+        lambda run, _: write_exit(run, RunEnd("interrupted", 130, 20)),
+        "stopped: interrupted",
+    ),
+    "titan run stop": (
+        lambda run, _: ((run / "KILL").touch(), write_exit(run, RunEnd("interrupted", 130, 20))),
+        "stopped: interrupted",
+    ),
+    "damaged data": (
+        lambda run, _: write_exit(run, RunEnd("bad_data", 65, 20)),
+        "stopped: bad_data",
+    ),
     "completed": (lambda run, _: write_exit(run, RunEnd("done", 0, 20)), "stopped: done"),
     "never started": (lambda run, _: _write_only_exit(run), "stopped: bad_config"),
     "damaged rows": (lambda run, _: _append_damage(run), "running"),
@@ -233,11 +247,18 @@ def test_every_view_shows_the_same_state(
     slurm_job.main(["after", "0", "1"])
     assert f"The run is {state.line}" in capsys.readouterr().err
     if name == "stopped" and reason not in ("lost", "killed"):  # ends that a launcher reports
-        config = load_config(["--job.dump_folder", str(run)])
+        (run / "checkpoint/step-20").mkdir(parents=True)
+        write_manifest(run / "checkpoint/step-20", {"kind": "full", "step": 20, "files": {}})
+        config = load_config(["--job.dump_folder", str(run), "--checkpoint.enable"])
         code = 1 if state.end is None else state.end.code
         report_end(config, code, None, Start(0.0, 1, "titan train", ["titan"]))
         last_words = capsys.readouterr()
         assert reason == "done" or label in last_words.err, last_words
+        continues = case in ("a rank killed", "preempted", "a full disk", "Ctrl-C")
+        assert ("Resume at step 20 (the same command)" in last_words.err) == continues
+        assert (state.advice == "The same command continues the run.") == continues
+        assert ("--clear" in state.advice) == (case == "titan run stop")
+        assert (state.tone == "paused") == (continues or case == "titan run stop")
 
 
 DAMAGE = [b"", b"\0\xff{[", b"[]\n", b"[7]", b"7", b'{"time": "x"}\n']
