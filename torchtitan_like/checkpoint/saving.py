@@ -38,7 +38,7 @@ from torchtitan_like.checkpoint.verification import check_sizes
 from torchtitan_like.distributed.world import HostGroup
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.extents import FileRecord, write_file
-from torchtitan_like.util.files import publish
+from torchtitan_like.util.files import publish, refuse_existing
 from torchtitan_like.util.locks import FileLock
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import CONFIG, step_name
@@ -148,11 +148,7 @@ class StepWriter:
     def _stage(self, save: Save, staged: Path, final: Path, tensors: Mapping[str, Any]) -> None:
         if self._lock is not None:
             self._lock.check()
-        if final.exists():
-            raise CheckpointError(
-                f"{final} exists already. Expected a new step, because a published checkpoint is "
-                "never overwritten. Choose another job.dump_folder, or move the folder away"
-            )
+        refuse_existing(final)
         staged.mkdir(parents=True)
         needed = sum(_num_bytes(value, save.dtype) for value in tensors.values())
         check_space(staged, needed, 2 * self._group.size + 8)

@@ -11,7 +11,6 @@ import shutil
 import uuid
 from pathlib import Path
 
-from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.checkpoint.step_folders import Manifest, write_manifest
 from torchtitan_like.util.files import publish
 from torchtitan_like.util.locks import FileLock
@@ -55,21 +54,13 @@ class StagedOutput:
         finally:
             self._lock.release()
 
-    def refuse_existing(self) -> None:
-        """Raise CheckpointError if a file or folder with the final name exists."""
-        if self.final.exists() or self.final.is_symlink():
-            raise CheckpointError(
-                f"{self.final} exists already. Expected a new path: choose another name"
-            )
-
     def publish(self, manifest: Manifest | None = None) -> None:
         """Write the manifest, if given, and rename the staged output to its final name.
 
         All other files must be written and verified. Raises LockLostError if this process has
-        lost the lock.
+        lost the lock, and FileExistsError if another program has created the output.
         """
         self._lock.check()
-        self.refuse_existing()
         if manifest is not None:
             write_manifest(self.path, manifest)
         publish(self.path, self.final)

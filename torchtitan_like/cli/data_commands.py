@@ -18,6 +18,7 @@ from torchtitan_like.cli.common import (
     step_path,
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
+from torchtitan_like.util.files import refuse_existing
 from torchtitan_like.util.output import show_error
 
 FORMATS = ("auto", "text", "jsonl", "parquet", "arrow")
@@ -269,10 +270,7 @@ def run_tiny(arguments: argparse.Namespace) -> int:
         return WRONG_INPUT
 
     def action() -> int:
-        if arguments.out.exists():
-            raise ValueError(
-                f"{arguments.out} exists already. Expected a new path: give another name"
-            )
+        refuse_existing(arguments.out)
         print(_make(arguments))
         return 0
 

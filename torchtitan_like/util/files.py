@@ -109,14 +109,20 @@ def publish(staged: Path, final: Path) -> None:
 
     The content must be on disk already. Raises OSError, also if `final` exists.
     """
+    refuse_existing(final)
+    os.rename(staged, final)
+    sync_path(final.parent)
+    with suppress(PermissionError):  # of a folder in which this user can create nothing
+        sync_path(final.parent.parent)  # the folder itself may be new
+
+
+def refuse_existing(final: Path) -> None:
+    """Raise FileExistsError if a file or folder has the name of an output."""
     if os.path.lexists(final):
         raise FileExistsError(
             f"{final} exists already. Expected a new path, because a published file or folder is "
-            "never overwritten: move it away"
+            "never overwritten: choose another name, or move it away"
         )
-    os.rename(staged, final)
-    sync_path(final.parent)
-    sync_path(final.parent.parent)  # the folder itself may be new
 
 
 def sync_path(path: Path) -> None:

@@ -11,13 +11,13 @@ import pytest
 from tests.harness.extents import record_file
 from tests.unit.checkpoint.folders import flip_bit
 from torchtitan_like.checkpoint.errors import (
-    CheckpointError,
     DamagedError,
     with_checkpoint_errors,
 )
 from torchtitan_like.checkpoint.staged_output import STAGED, StagedOutput
 from torchtitan_like.checkpoint.verification import verify_together
 from torchtitan_like.distributed.world import HostGroup
+from torchtitan_like.util.files import refuse_existing
 from torchtitan_like.util.locks import LockedError, LockLostError
 from torchtitan_like.util.run_directory import MANIFEST
 
@@ -72,8 +72,8 @@ def test_files_of_a_killed_writer_are_removed(tmp_path: Path) -> None:
 def test_an_existing_output_is_never_replaced(tmp_path: Path, present: str) -> None:
     """Another program may create the output between the first check and the publish."""
     out = tmp_path / "model"
-    with pytest.raises(CheckpointError, match="exists already"), StagedOutput(out) as output:
-        output.refuse_existing()
+    with pytest.raises(FileExistsError, match="exists already"), StagedOutput(out) as output:
+        refuse_existing(out)
         output.path.mkdir()
         if present == "file":
             out.write_text("kept")

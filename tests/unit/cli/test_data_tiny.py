@@ -304,7 +304,7 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     ),
     "exists": (
         ["tokenizer", "{assets}", "{tmp}"],
-        "exists already. Expected a new path: give another name",
+        "exists already. Expected a new path, because",
     ),
     "no data": (["dataset", "{tmp}/none.jsonl", "{tmp}/out"], "no data at"),
     "no text": (["dataset", "{tmp}/empty.jsonl", "{tmp}/out"], "no text in"),

@@ -13,6 +13,7 @@ import pytest
 
 from torchtitan_like.monitor import log
 from torchtitan_like.resilience.end import _flush
+from torchtitan_like.util import files
 from torchtitan_like.util.files import (
     AppendOnlyFile,
     StorageError,
@@ -247,3 +248,17 @@ def test_a_published_path_is_never_overwritten(tmp_path: Path, present: str) -> 
         publish(staged, final)
     publish(staged, tmp_path / "new")
     assert {path.name for path in tmp_path.iterdir()} == {"final", "new"}
+
+
+def test_the_folder_above_a_published_path_may_be_unreadable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sync(path: Path) -> None:
+        if path == tmp_path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(files, "sync_path", sync)
+    staged = tmp_path / "own/staged"
+    staged.mkdir(parents=True)
+    publish(staged, tmp_path / "own/final")
+    assert (tmp_path / "own/final").is_dir()

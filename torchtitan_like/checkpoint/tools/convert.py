@@ -48,6 +48,7 @@ from torchtitan_like.models.hf_table import external_shapes, links
 from torchtitan_like.models.spec import is_always_float32
 from torchtitan_like.util.boxes import slices
 from torchtitan_like.util.extents import FileRecord, write_file
+from torchtitan_like.util.files import refuse_existing
 from torchtitan_like.util.reading import parse_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 
@@ -103,7 +104,7 @@ def convert(
     are dropped. Returns their names. Raises CheckpointError, OSError.
     """
     with StagedOutput(out) as output:
-        output.refuse_existing()
+        refuse_existing(out)
         state, dropped = _read_state(source, to, dtype, identity)
         staged, manifest = output.path, None
         with checkpoint_errors(output.final):

@@ -23,6 +23,7 @@ from torchtitan_like.checkpoint.tools.convert import Identify
 from torchtitan_like.checkpoint.verification import verify_together
 from torchtitan_like.distributed.world import HostGroup, launched_as
 from torchtitan_like.util.extents import write_file
+from torchtitan_like.util.files import refuse_existing
 from torchtitan_like.util.run_directory import CONFIG
 
 SHARD_GB = 5
@@ -80,7 +81,7 @@ def export_step(
 
         def stage() -> Path:
             stack.enter_context(output)
-            output.refuse_existing()
+            refuse_existing(out)
             output.path.mkdir()
             return output.path
 

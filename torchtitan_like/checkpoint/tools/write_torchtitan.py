@@ -23,6 +23,7 @@ from torchtitan_like.checkpoint.tools.convert import Identify, meta_weights, nat
 from torchtitan_like.checkpoint.tools.open_checkpoint import checkpoint_errors, open_checkpoint
 from torchtitan_like.checkpoint.torchtitan import MOMENTS, AdamSettings
 from torchtitan_like.config import JobConfig
+from torchtitan_like.util.files import refuse_existing
 
 _STATE = "optimizer.state."
 _PROGRESS = "train_state.json"
@@ -52,7 +53,7 @@ def convert_to_torchtitan(
         )
     settings = read_settings(config, _step_of(step))
     with StagedOutput(out) as output:
-        output.refuse_existing()
+        refuse_existing(out)
         state = torchtitan_state(step, identity, settings, num_data_ranks)
         with checkpoint_errors(output.final):
             writer = dcp.FileSystemWriter(output.path, thread_count=1)

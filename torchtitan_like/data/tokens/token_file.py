@@ -41,7 +41,7 @@ from torchtitan_like.data.tokens.checked_file import (
     table_path,
 )
 from torchtitan_like.util.extents import HashedStream
-from torchtitan_like.util.files import atomic_file, sync_path, write_atomically
+from torchtitan_like.util.files import atomic_file, publish, sync_path, write_atomically
 from torchtitan_like.util.reading import parse_json, read_text
 from torchtitan_like.util.splitmix import mix64
 
@@ -270,8 +270,7 @@ class Staging:
         for name in (_JOURNAL, _OWNER):
             (self._folder / name).unlink()
         sync_path(self._folder)
-        self._folder.rename(folder)
-        sync_path(folder.parent)
+        publish(self._folder, folder)
 
     def discard(self) -> None:
         """Delete the folder."""

@@ -44,6 +44,7 @@ from torchtitan_like.data.tokens.token_file import (
     open_token_file,
     token_type,
 )
+from torchtitan_like.util.files import publish
 from torchtitan_like.util.locks import file_lock
 
 logger = logging.getLogger()
@@ -242,7 +243,7 @@ def tokenize_corpus(
             CacheFolders(str(building), str(building)),
             num_workers=num_workers,
         )
-        os.rename(tokens.folder, output)
+        publish(tokens.folder, output)
         shutil.rmtree(building)  # also pieces of other inputs or settings
     return _open(output, key)
 
