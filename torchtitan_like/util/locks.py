@@ -341,6 +341,9 @@ def file_lock(
             raise
         on_wait()
         _wait(stream, stop)
+    except OSError as error:
+        reason = f"the file system has no file locks ({error.strerror})"
+        raise OSError(error.errno, reason) from error
     try:
         yield
     finally:  # closing is not enough: a process forked since then has the file open too

@@ -480,7 +480,10 @@ def test_a_cache_folder_without_file_locks_is_not_used(
 
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert cache(corpus).folder.is_relative_to(corpus.parent / "home")
-    assert f"{corpus / '.token_cache'} has no file locks" in caplog.text
+    assert (
+        f"{corpus / '.token_cache'} cannot be written (the file system has no file locks"
+        in caplog.text
+    )
     policy = TokenPolicy(load_tokenizer(ASSETS), None, None)
     with pytest.raises(DataError, match="has no file locks .* give a folder on a local disk"):
         tokenize_corpus(find_corpus(str(corpus)), policy, corpus / "output")

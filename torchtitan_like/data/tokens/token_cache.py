@@ -26,7 +26,7 @@ import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -214,12 +214,8 @@ def _write_problem(folder: Path) -> str | None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            try:
-                with file_lock(file):
-                    return None
-            except OSError as error:
-                return f"{folder} has no file locks ({error.strerror})"
+        with tempfile.TemporaryFile(dir=folder) as file, file_lock(file):
+            return None
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror})"
 
@@ -234,26 +230,19 @@ def _locked(
     """
     with write_errors(entry):
         stream = lock.open("w")
-    with stream, ExitStack() as stack:
-        try:
-            stack.enter_context(
-                file_lock(
-                    stream,
-                    wait=wait,
-                    stop=stop,
-                    on_wait=lambda: logger.info(f"waiting for another process to build {entry}"),
-                )
-            )
-        except LockWaitStopped:
-            raise BuildStopped from None
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise DataError(
-                f"the file system of {lock.parent} has no file locks ({error}). Expected file "
-                "locks: set data.cache_folder to a folder on a local disk"
-            ) from error
-        yield
+    try:
+        with (
+            stream,
+            file_lock(
+                stream,
+                wait=wait,
+                stop=stop,
+                on_wait=lambda: logger.info(f"waiting for another process to build {entry}"),
+            ),
+        ):
+            yield
+    except LockWaitStopped:
+        raise BuildStopped from None
 
 
 @contextmanager

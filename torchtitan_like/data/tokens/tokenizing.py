@@ -290,7 +290,7 @@ def _folder_lock(building: Path, output: Path) -> Iterator[None]:
             with suppress(OSError):  # it has pieces of an earlier build
                 building.rmdir()
             raise DataError(
-                f"the file system of {output.parent} has no file locks ({error.strerror}). "
-                "Expected file locks: give a folder on a local disk, and move it afterwards"
+                f"{output.parent}: {error.strerror}. Expected file locks: give a folder on a local "
+                "disk, and move it afterwards"
             ) from error
         yield
