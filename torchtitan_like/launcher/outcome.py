@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.checkpoint.step_folders import StepFolder, published_steps
 from torchtitan_like.launcher.options import LaunchError
-from torchtitan_like.report.state import find_state
+from torchtitan_like.report.state import find_state, ranks_without_error
 from torchtitan_like.util.exit_codes import (
     CRASH,
     KILLED,
@@ -28,12 +28,10 @@ from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.run_directory import (
     ATTEMPTS,
     EXIT,
-    HEARTBEATS,
     RunEnd,
     attempt_folder,
     describe_error,
     earliest_error,
-    files_of_ranks,
     heartbeat_file,
     newest_attempt,
     numbered_attempts,
@@ -226,9 +224,9 @@ def report_crash(config: JobConfig, code: int, start: Start) -> int:
     attempt, record = first
     if record["phase"] == "config":
         return _report_refusal(folder, first)
-    failed = ranks_with_errors(attempt)
-    silent = files_of_ranks(attempt / HEARTBEATS).keys() - failed
-    has_lost_peer = bool(silent) and re.search(PEER_LOST, record["traceback"]) is not None
+    has_lost_peer = (
+        bool(ranks_without_error(attempt)) and re.search(PEER_LOST, record["traceback"]) is not None
+    )
     if record["phase"] == "data":  # one rank read damaged data, the others lost it
         code = ExitCode.BAD_DATA
         _write_exit(folder, ExitCode.BAD_DATA, record["step"])
@@ -236,7 +234,8 @@ def report_crash(config: JobConfig, code: int, start: Start) -> int:
         code = ExitCode.LOST_PEER
         _write_exit(folder, ExitCode.LOST_PEER, record["step"])
     _show_how_to_continue(config, code, start)
-    lines = [f"FIRST ERROR of {len(failed)} (all: {attempt}/errors): {describe_error(record)}"]
+    num_errors = len(ranks_with_errors(attempt))
+    lines = [f"FIRST ERROR of {num_errors} (all: {attempt}/errors): {describe_error(record)}"]
     # The state names the ranks without an error, which are the cause if a connection was lost.
     lines.insert(len(lines) if has_lost_peer else 0, find_state(folder, time.time()).line)
     show_error("\n".join(lines))

@@ -20,7 +20,7 @@ from torchtitan_like.report.recorded import (
     rows_as_floats,
 )
 from torchtitan_like.report.redaction import redact
-from torchtitan_like.report.state import STOPPED
+from torchtitan_like.report.state import STOPPED, summarize_error
 from torchtitan_like.report.tolerant import Row, as_time
 
 LAYOUT_SETTINGS = "parallelism."
@@ -277,8 +277,7 @@ def _describe_end(run: RecordedRun, attempt: RecordedAttempt, *, is_newest: bool
     if is_newest:
         return run.state.line
     if attempt.error is not None:
-        error = attempt.error
-        return f"error on rank {error.get('rank')} in phase {error.get('phase')}"
+        return summarize_error(attempt.error)
     return "killed, or ended before training"
 
 

@@ -137,7 +137,7 @@ def _find_state(run: Path, now: float) -> RunState:
     updated = _last_sign(run, attempt, beats, rows)
     with suppress(FileNotFoundError):
         end = read_exit(run)
-        silent = _ranks_without_error(attempt) if end.code else ""
+        silent = _describe_silent_ranks(attempt) if end.code else ""
         detail = f"{end}{_cause(run, end)}{silent}"
         advice = _advice(run, attempt, end)
         return RunState(STOPPED, end.reason, detail, updated, end, advice)
@@ -145,7 +145,7 @@ def _find_state(run: Path, now: float) -> RunState:
     # A start that failed before it had a number.
     error = earliest_error(attempt_folder(run, 0), since=updated) or error
     if error is not None:
-        detail = f"{_describe_error(error)}{_ranks_without_error(attempt)}"
+        detail = f"{summarize_error(error)}{_describe_silent_ranks(attempt)}"
         return RunState(STOPPED, ERROR, detail, updated)
     dead = [rank for rank, beat in beats.items() if _is_process_gone(beat)]
     if dead and len(dead) == len(beats):
@@ -243,7 +243,7 @@ def _is_process_gone(beat: Row) -> bool:
         return False
 
 
-def _describe_error(error: Row) -> str:
+def summarize_error(error: Row) -> str:
     """Return rank, phase, step and the last line of the traceback of an error record."""
     lines = str(error.get("traceback", "")).strip().splitlines()
     text = f": {lines[-1]}" if lines else ""
@@ -253,12 +253,15 @@ def _describe_error(error: Row) -> str:
     )
 
 
-def _ranks_without_error(attempt: Path | None) -> str:
-    """Return a text about the ranks that left no error although others did; "" without any."""
-    failed = set() if attempt is None else ranks_with_errors(attempt)
-    if attempt is None or not failed:
-        return ""
-    silent = sorted(files_of_ranks(attempt / HEARTBEATS).keys() - failed)
+def ranks_without_error(attempt: Path) -> list[int]:
+    """Return the ranks of an attempt that left no error although others did."""
+    failed = ranks_with_errors(attempt)
+    return sorted(files_of_ranks(attempt / HEARTBEATS).keys() - failed) if failed else []
+
+
+def _describe_silent_ranks(attempt: Path | None) -> str:
+    """Return a text about `ranks_without_error`; "" without any."""
+    silent = [] if attempt is None else ranks_without_error(attempt)
     if not silent:
         return ""
     return (
