@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.util.run_directory import step_name, step_number
+from torchtitan_like.util.run_directory import numbered_folders, step_name
 from torchtitan_like.util.suggestions import did_you_mean
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def check_initial_checkpoint(config: JobConfig) -> Iterator[Problem]:
         yield from _check_allowed_changes(section.allow_change)
     steps_folder = Path(config.job.dump_folder) / section.folder
     assets = Path(config.model.hf_assets_path)
-    has_steps = section.start == "auto" and any(steps_folder.glob("step-*"))
+    has_steps = section.start == "auto" and bool(numbered_folders(steps_folder))
     needs_initial = section.load_step < 0 and section.start != "resume" and not has_steps
     path = section.initial_load_path
     if needs_initial and path and not Path(path).is_dir():
@@ -112,9 +112,8 @@ def check_initial_checkpoint(config: JobConfig) -> Iterator[Problem]:
 
 def _list_steps(folder: Path) -> str:
     """Return a statement about the newest saved steps in a folder."""
-    numbers = (step_number(path.name) for path in folder.glob("step-*"))
-    steps = sorted((number for number in numbers if number is not None), reverse=True)
-    newest = ", ".join(map(str, steps[:10]))
+    steps = [number for number, _ in numbered_folders(folder)]
+    newest = ", ".join(map(str, steps[:-11:-1]))
     return f"{folder} holds the steps {newest}" if steps else f"{folder} holds none"
 
 

@@ -15,10 +15,9 @@ from torchtitan_like.checkpoint.step_folders import (
     all_steps,
     emptied,
     nonfinite_states,
-    numbered_folders,
     read_manifest,
 )
-from torchtitan_like.util.run_directory import MANIFEST, step_name
+from torchtitan_like.util.run_directory import MANIFEST, numbered_folders, step_name
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_checkpoint import Checkpoint

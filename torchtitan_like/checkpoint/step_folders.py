@@ -32,7 +32,14 @@ from torchtitan_like.checkpoint.verification import REMEDY, check_sizes
 from torchtitan_like.util.extents import EXTENT, FileRecord
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.reading import INTEGER, TEXT, check_kinds, parse_json, read_text
-from torchtitan_like.util.run_directory import CONFIG, MANIFEST, PIN, STEP, step_number
+from torchtitan_like.util.run_directory import (
+    CONFIG,
+    MANIFEST,
+    PIN,
+    STEP,
+    numbered_folders,
+    steps_below,
+)
 
 logger = logging.getLogger()
 
@@ -59,6 +66,7 @@ _NO_MANIFEST = (errno.EIO, errno.EISDIR, errno.EINVAL, errno.EFBIG)
 _NO_STATE = {CONFIG, PIN}  # files of a step without state
 NONFINITE = ".nonfinite"  # suffix of a state with an inf or NaN, kept for debugging
 _TRASH = ".trash-"
+_NONFINITE = re.compile(STEP.pattern + re.escape(NONFINITE))
 _SUPERSEDED = re.compile(rf"{STEP.pattern}\.superseded-.*")
 
 Manifest = dict[str, Any]
@@ -202,19 +210,10 @@ def published_steps(folder: Path) -> list[StepFolder]:
     return [step for step in all_steps(folder) if step.damage is None]
 
 
-def numbered_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return every `step-N` of `folder` with its number, in order, regardless of its content."""
-    return _matching_folders(folder, STEP)
-
-
 def newest_below(path: Path) -> Path | None:
     """Return the newest step in `path`, or else in a folder of `path`; None if there is none."""
-    for pattern in (f"step-*/{MANIFEST}", f"*/step-*/{MANIFEST}"):
-        folders = [manifest.parent for manifest in path.glob(pattern)]
-        steps = [(int(m[1]), folder) for folder in folders if (m := STEP.fullmatch(folder.name))]
-        if steps:
-            return max(steps)[1]
-    return None
+    steps = steps_below(path)
+    return steps[-1][1] if steps else None
 
 
 def suggest_step(path: Path) -> str:
@@ -226,21 +225,7 @@ def suggest_step(path: Path) -> str:
 def superseded_folders(folder: Path) -> list[tuple[int, Path]]:
     """Return the steps and exports that `supersede_later` has renamed, with their numbers."""
     parents = (folder, folder / HF_EXPORTS)
-    return [match for parent in parents for match in _matching_folders(parent, _SUPERSEDED)]
-
-
-def _matching_folders(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
-    """Return the matching folders and their numbers, with one listing and no stat per entry."""
-    try:
-        with os.scandir(folder) as entries:
-            folders = [
-                (int(match[1]), folder / entry.name)
-                for entry in entries
-                if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
-            ]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return sorted(folders)
+    return [match for parent in parents for match in numbered_folders(parent, _SUPERSEDED)]
 
 
 def read_step(number: int, path: Path) -> StepFolder | None:
@@ -270,12 +255,7 @@ def is_inside(name: str) -> bool:
 
 def nonfinite_states(folder: Path) -> list[Path]:
     """Return every `step-N.nonfinite` of `folder`, ordered by number."""
-    candidates = [
-        (step_number(path.name.removesuffix(NONFINITE)), path)
-        for path in folder.glob(f"*{NONFINITE}")
-    ]
-    states = sorted((step, path) for step, path in candidates if step is not None)
-    return [path for _, path in states]
+    return [path for _, path in numbered_folders(folder, _NONFINITE)]
 
 
 def file_records(manifest: Manifest) -> dict[str, FileRecord]:

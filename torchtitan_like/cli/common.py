@@ -16,7 +16,7 @@ from typing import TypeVar
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_error, show_problem
-from torchtitan_like.util.run_directory import MANIFEST, find_run
+from torchtitan_like.util.run_directory import MANIFEST, find_run, numbered_folders
 from torchtitan_like.util.units import format_duration
 
 DAMAGED = 1
@@ -90,8 +90,6 @@ def steps_path(text: str) -> Path:
 
 def run_path(text: str) -> Path:
     """Parse the path of a run. A checkpoint folder or a step means its run."""
-    from torchtitan_like.checkpoint.step_folders import numbered_folders
-
     path = Path(text)
     is_in_run = (path / MANIFEST).exists() or bool(numbered_folders(path))
     return (find_run(path) if is_in_run else None) or path

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchtitan_like.util.run_directory import MANIFEST
+from torchtitan_like.util.run_directory import MANIFEST, steps_below
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,15 @@ def disk_usage(folder: Path) -> tuple[int, int]:
 def newest_checkpoint(run: Path) -> CheckpointSize | None:
     """Measure a run's newest checkpoint, in a checkpoint folder of any name."""
     times = {}
-    for manifest in run.glob(f"*/step-*/{MANIFEST}"):
+    for _, step in steps_below(run):
         with suppress(FileNotFoundError):  # a live run deletes old checkpoints
-            times[manifest] = manifest.stat().st_mtime
+            times[step] = (step / MANIFEST).stat().st_mtime
     if not times:
         return None
     newest = max(times, key=times.__getitem__)
     ordered = sorted(times.values())
     seconds = ordered[-1] - ordered[-2] if len(ordered) > 1 else None
-    return CheckpointSize(*disk_usage(newest.parent), seconds=seconds)
+    return CheckpointSize(*disk_usage(newest), seconds=seconds)
 
 
 def checkpoints_left(space: Space, size: CheckpointSize) -> int:

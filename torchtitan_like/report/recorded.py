@@ -33,6 +33,7 @@ from torchtitan_like.util.run_directory import (
     EVENTS,
     HEARTBEATS,
     LOGS,
+    MANIFEST,
     METRICS,
     VALIDATION,
     files_of_ranks,
@@ -42,6 +43,7 @@ from torchtitan_like.util.run_directory import (
     read_errors,
     read_first_error,
     read_heartbeats,
+    steps_below,
 )
 
 MAX_WARNINGS = 200  # distinct ones of an attempt
@@ -320,19 +322,18 @@ def _read_log(file: Path, attempt: RecordedAttempt, problems: list[str]) -> None
 
 
 def _read_checkpoints(run: Path, problems: list[str]) -> list[RecordedCheckpoint]:
-    """Return the folders with a manifest below any checkpoint folder, by step."""
+    """Return the steps in any checkpoint folder, in order."""
     checkpoints = []
-    for manifest in run.glob("*/step-*/manifest.json"):
-        folder = manifest.parent
+    for _, folder in steps_below(run):
         try:
-            checkpoints.append(_read_checkpoint(folder, dict(read_json(manifest))))
+            checkpoints.append(_read_checkpoint(folder, dict(read_json(folder / MANIFEST))))
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             if folder.exists():  # a live run deletes old checkpoints
                 problems.append(
-                    f"{folder.parent.name}/{folder.name}/manifest.json: cannot be used: "
+                    f"{folder.parent.name}/{folder.name}/{MANIFEST}: cannot be used: "
                     f"{type(error).__name__}"
                 )
-    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.name))
+    return checkpoints
 
 
 def _read_checkpoint(folder: Path, manifest: Mapping[str, Any]) -> RecordedCheckpoint:

@@ -26,8 +26,7 @@ from torchtitan_like.util.run_directory import (
     MANIFEST,
     METRICS,
     newest_attempt,
-    step_name,
-    step_number,
+    numbered_folders,
 )
 from torchtitan_like.util.units import format_duration
 
@@ -129,12 +128,10 @@ def summarize_run(run: Path, now: float) -> RunSummary:
 
 def _newest_checkpoint(folder: Path) -> int | None:
     try:
-        names = os.listdir(folder)
+        steps = numbered_folders(folder)
     except OSError:
         return None
-    numbers = (step_number(name) for name in names)
-    steps = sorted((number for number in numbers if number is not None), reverse=True)
-    return next((step for step in steps if (folder / step_name(step) / MANIFEST).exists()), None)
+    return next((step for step, path in reversed(steps) if (path / MANIFEST).exists()), None)
 
 
 # ---- requests

@@ -193,6 +193,34 @@ def step_number(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def numbered_folders(folder: Path, pattern: re.Pattern[str] = STEP) -> list[tuple[int, Path]]:
+    """Return every `step-N` of `folder` with its number, in order, regardless of its content.
+
+    Reads one listing, without a stat per entry. pattern: of other names with a number.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            folders = [
+                (int(match[1]), folder / entry.name)
+                for entry in entries
+                if (match := pattern.fullmatch(entry.name)) and entry.is_dir()
+            ]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(folders)
+
+
+def steps_below(path: Path) -> list[tuple[int, Path]]:
+    """Return the steps with a manifest in `path`, or else in the folders of `path`, in order."""
+    for pattern in (f"step-*/{MANIFEST}", f"*/step-*/{MANIFEST}"):
+        folders = [manifest.parent for manifest in path.glob(pattern)]
+        numbers = ((step_number(folder.name), folder) for folder in folders)
+        steps = [(number, folder) for number, folder in numbers if number is not None]
+        if steps:
+            return sorted(steps)
+    return []
+
+
 # ---- attempts
 
 

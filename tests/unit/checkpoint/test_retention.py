@@ -14,11 +14,10 @@ from tests.unit.checkpoint.folders import SHARD, make_steps, one_rank
 from torchtitan_like.checkpoint import step_folders
 from torchtitan_like.checkpoint.step_folders import (
     Retention,
-    numbered_folders,
     pin_before,
     supersede_later,
 )
-from torchtitan_like.util.run_directory import PIN
+from torchtitan_like.util.run_directory import PIN, numbered_folders
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from torchtitan_like.checkpoint.errors import CheckpointError, DamagedError
 from torchtitan_like.checkpoint.step_folders import (
     all_steps,
     file_records,
-    numbered_folders,
     published_steps,
     read_manifest,
     remove_stale_stages,
@@ -24,7 +23,7 @@ from torchtitan_like.checkpoint.step_folders import (
 )
 from torchtitan_like.util.extents import FileRecord
 from torchtitan_like.util.files import publish
-from torchtitan_like.util.run_directory import MANIFEST
+from torchtitan_like.util.run_directory import MANIFEST, numbered_folders
 
 
 def test_a_written_manifest_is_read_back(tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def test_checkpoints_are_compared_with_their_manifests(tmp_path: Path) -> None:
         manifest = {"step": step, "kind": "full", "files": files, "numeric": {"layout": "tp 2"}}
         write_rows(folder / "manifest.json", [manifest])
         (folder / "shard-0.bin").write_bytes(b"x" * size)
+    write_rows(run / "checkpoint/step-15.nonfinite/manifest.json", [manifest])  # not a step
     (run / "checkpoint/step-5/PIN").touch()
     first, second = read_run(run).checkpoints
     assert (first.step, first.state, first.is_pinned, first.layout) == (5, "complete", True, "tp 2")

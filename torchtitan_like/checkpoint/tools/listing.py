@@ -25,10 +25,9 @@ from torchtitan_like.checkpoint.step_folders import (
     StepFolder,
     all_steps,
     file_records,
-    numbered_folders,
     read_manifest,
 )
-from torchtitan_like.util.run_directory import MANIFEST, PIN
+from torchtitan_like.util.run_directory import MANIFEST, PIN, numbered_folders
 from torchtitan_like.util.units import format_bytes, format_duration
 
 # Part of a folder's name -> kind of the folder in the listing.
