@@ -27,7 +27,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from torchtitan_like.cli.common import ProgressLine
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.memory import cpu_model, resident_bytes
 from torchtitan_like.node.machine import host_name
@@ -39,6 +38,7 @@ from torchtitan_like.plan.record import Progress, Recorder
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.output import ProgressLine
 from torchtitan_like.util.units import GIB, MIB
 
 JOIN_SECONDS = 300

@@ -22,7 +22,6 @@ import torch
 
 from benchmarks.calibrate import output_path, write_files
 from torchtitan_like.check import load_for_command
-from torchtitan_like.cli.common import ProgressLine
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.plan.clusters import (
     DEFAULT_CLUSTER,
@@ -36,6 +35,7 @@ from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.timeline import step_time
 from torchtitan_like.report.recorded import RecordedRun, measured_steps, read_run
+from torchtitan_like.util.output import ProgressLine
 from torchtitan_like.util.plan_file import TIME_STEP
 from torchtitan_like.util.run_directory import CONFIG
 

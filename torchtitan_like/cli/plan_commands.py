@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtitan_like.cli.common import (
-    ProgressLine,
     add_json_flag,
     fraction,
     names_config,
@@ -18,7 +17,7 @@ from torchtitan_like.cli.common import (
     settings_of,
 )
 from torchtitan_like.util.exit_codes import WRONG_INPUT, ExitCode
-from torchtitan_like.util.output import show_error, show_problem
+from torchtitan_like.util.output import ProgressLine, show_error, show_problem
 
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig

@@ -14,6 +14,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
 from torchtitan_like.util.files import describe_os_error
+from torchtitan_like.util.units import format_duration
+
+# Between two lines of progress.
+TERMINAL_SECONDS = 1
+LOG_SECONDS = 10
 
 # Control characters except tab and newline, with which a file could change the terminal, and bytes
 # of file names that are not UTF-8, which no stream can encode.
@@ -119,6 +124,35 @@ def show_error(text: str, end: str = "\n") -> None:
 def show_problem(error: Exception) -> None:
     """Print the message of an expected error on stderr."""
     show_error(describe_os_error(error) if isinstance(error, OSError) else str(error))
+
+
+class ProgressLine:
+    """Prints how much is done, the rate and the time left, to stderr, once in a while.
+
+    units: what is counted. amount: formats a number of them.
+    """
+
+    def __init__(self, units: str, amount: Callable[[float], str] = str) -> None:
+        self._units = units
+        self._amount = amount
+        self._is_terminal = sys.stderr.isatty()
+        self._printed_at = 0.0
+
+    def __call__(self, phase: str, done: int, total: int, seconds: float) -> None:
+        """Print a line if one is due. seconds: since the start of the phase."""
+        is_end = done == total
+        wait = TERMINAL_SECONDS if self._is_terminal else LOG_SECONDS
+        if total == 0 or (not is_end and 0 < done and seconds < self._printed_at + wait):
+            return
+        self._printed_at = seconds
+        parts = [f"{self._amount(done)} of {self._amount(total)} {self._units}".rstrip()]
+        parts.append(f"{done / total:.0%}")
+        if done:
+            rate = done / max(seconds, 1e-9)
+            parts.append(f"{self._amount(round(rate, 2))}/s")
+            parts.append(f"{format_duration((total - done) / rate)} left")
+        end = "\r" if self._is_terminal and not is_end else "\n"
+        show_error(f"{phase}: {', '.join(parts)}   ", end=end)
 
 
 def flush_or_discard(stream: TextIO) -> None:

@@ -16,9 +16,10 @@ from tests.unit.checkpoint.folders import SHARD, flip_bit, make_steps
 from tests.unit.checkpoint.steps import MODEL, make_step, write_step
 from torchtitan_like.checkpoint import step_folders
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
-from torchtitan_like.checkpoint.tools.verify import ProgressMeter
 from torchtitan_like.cli import executable_commands, main, parse
 from torchtitan_like.cli.common import run_path, step_path, steps_path
+from torchtitan_like.util.output import ProgressLine
+from torchtitan_like.util.units import format_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
@@ -215,13 +216,12 @@ def test_verify_reads_every_step_and_reports_all_damage(
 
 
 def test_progress_shows_rate_and_time_left(capsys: pytest.CaptureFixture[str]) -> None:
-    times = iter([0.0, 0.5, 2.0, 4.0])
-    meter = ProgressMeter("step-5", clock=lambda: next(times))
-    for done in (1, 2 * 2**20, 8 * 2**20):
-        meter(done, 8 * 2**20)
+    progress = ProgressLine("", format_bytes)
+    for done, seconds in ((1, 0.5), (2 * 2**20, 12.0), (3 * 2**20, 14.0), (8 * 2**20, 16.0)):
+        progress("step-5", done, 8 * 2**20, seconds)
     assert capsys.readouterr().err.splitlines() == [
-        "step-5:  25% of 8.0 MiB, 1.0 MiB/s, 6 s left  ",
-        "step-5: 100% of 8.0 MiB, 2.0 MiB/s, 0 s left  ",
+        "step-5: 2.0 MiB of 8.0 MiB, 25%, 170.7 KiB/s, 36 s left   ",
+        "step-5: 8.0 MiB of 8.0 MiB, 100%, 512.0 KiB/s, 0 s left   ",
     ]
 
 

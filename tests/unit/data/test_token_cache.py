@@ -676,7 +676,7 @@ def test_progress_shows_percentage_rates_and_remaining_time() -> None:
     now = 9.0
     assert progress.line(10 * 2**20, 1000) is None
     now = 20.0
-    line = "20% of 100 MiB, 4,000 tokens, 1.0 MiB/s, 200 tokens/s, ETA 0:01:20"
+    line = "20% of 100 MiB, 4,000 tokens, 1.0 MiB/s, 200 tokens/s, 80 s left"
     assert progress.line(10 * 2**20, 4000) == line
     now = 25.0
     assert progress.line(2**20, 5000) is None

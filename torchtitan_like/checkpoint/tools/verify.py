@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,9 +16,9 @@ from torchtitan_like.checkpoint.step_folders import (
     read_manifest,
 )
 from torchtitan_like.checkpoint.verification import find_damage
-from torchtitan_like.util.output import show_error
+from torchtitan_like.util.output import ProgressLine
 from torchtitan_like.util.run_directory import MANIFEST, PIN
-from torchtitan_like.util.units import format_bytes, format_duration
+from torchtitan_like.util.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -85,9 +83,14 @@ def verify(step: StepFolder) -> Verification:
 
 def _verify_files(step: StepFolder) -> Verification:
     records = file_records(step.manifest)
-    meter = ProgressMeter(step.path.name)
+    line = ProgressLine("", format_bytes)
+    started = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        line(step.path.name, done, total, time.monotonic() - started)
+
     # find_damage also reports wrong sizes. An unreadable manifest has no records.
-    damage = [str(error) for error in find_damage(step.path, records, progress=meter)]
+    damage = [str(error) for error in find_damage(step.path, records, progress=progress)]
     if not damage and step.damage:
         damage = [step.damage]
     if damage and not step.path.exists():
@@ -101,27 +104,3 @@ def _verify_files(step: StepFolder) -> Verification:
         num_bytes=sum(record.size for record in records.values()) if records else None,
         unlisted=tuple(sorted(names - listed)) if records else (),
     )
-
-
-class ProgressMeter:
-    """Prints percentage, rate and remaining time of a read to stderr, at most once a second."""
-
-    def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.name = name
-        self.clock = clock
-        self.start = clock()
-        self.last_print = self.start
-
-    def __call__(self, done: int, total: int) -> None:
-        now = self.clock()
-        if now - self.last_print < 1 and done < total:
-            return
-        self.last_print = now
-        rate = done / max(now - self.start, 1e-9)
-        remaining = format_duration((total - done) / rate)
-        speed = f"{format_bytes(rate)}/s"
-        show_error(
-            f"{self.name}: {done / total:4.0%} of {format_bytes(total)}, {speed}, "
-            f"{remaining} left  ",
-            end="\r" if sys.stderr.isatty() and done < total else "\n",
-        )

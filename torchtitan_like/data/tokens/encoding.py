@@ -28,6 +28,7 @@ from torchtitan_like.data.tokens.token_file import (
     EncodedPiece,
     token_type,
 )
+from torchtitan_like.util.units import format_duration
 
 # Starting worker processes takes seconds: a corpus of fewer pieces is tokenized without them.
 MIN_PIECES_FOR_WORKERS = 4
@@ -305,12 +306,11 @@ class Progress:
             return None
         self._last_line = now
         seconds = now - self._first[0]
-        remaining = round((self.total - self.done) * seconds / max(1, self.done - self._first[1]))
-        eta = f"{remaining // 3600}:{remaining // 60 % 60:02d}:{remaining % 60:02d}"
+        remaining = (self.total - self.done) * seconds / max(1, self.done - self._first[1])
         percent = 100 * self.done / max(1, self.total)
         return (
             f"{percent:.0f}% of {self.total / 2**20:,.0f} MiB, {tokens:,} tokens, "
-            f"{self.rates(tokens)}, ETA {eta}"
+            f"{self.rates(tokens)}, {format_duration(remaining)} left"
         )
 
     def rates(self, tokens: int) -> str:
