@@ -30,14 +30,14 @@ from torch.nn import functional as F
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.memory import cpu_model, resident_bytes
 from torchtitan_like.node.machine import host_name
-from torchtitan_like.node.ranks import join_ranks, launched_ranks, num_cores
+from torchtitan_like.node.ranks import join_ranks, launched_ranks
 from torchtitan_like.plan.clusters import cluster_text, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
 from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text, load_gpu
 from torchtitan_like.plan.record import Progress, Recorder
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.util.files import write_atomically
-from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.host import host_memory, num_cores
 from torchtitan_like.util.output import ProgressLine
 from torchtitan_like.util.units import GIB, MIB
 

@@ -24,7 +24,6 @@ from torchtitan_like.config.handover import check_agreement
 from torchtitan_like.config.loader import CommandLine
 from torchtitan_like.data.batches.batch import describe_core_shortage
 from torchtitan_like.data.data_errors import DataError
-from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.determinism import set_determinism
 from torchtitan_like.distributed.recorder import set_up_recorder
 from torchtitan_like.distributed.world import LaunchedAs, World, join_world, launched_as
@@ -39,7 +38,7 @@ from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode, RunFailure
 from torchtitan_like.util.files import StorageError, WriteFailures
-from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.host import host_memory, num_cores
 from torchtitan_like.util.locks import LockedError
 from torchtitan_like.util.modules import load_tool
 from torchtitan_like.util.output import show_error

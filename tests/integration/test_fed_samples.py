@@ -30,7 +30,7 @@ from tests.unit.data.token_writers import write_flat, write_npy
 from torchtitan_like.config.dataset_names import DATASETS
 from torchtitan_like.data.samples.order import shuffled
 from torchtitan_like.data.text.tokenizer import load_tokenizer
-from torchtitan_like.data.tokens.encoding import num_cores
+from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.jsonl import read_rows
 from torchtitan_like.util.labels import IGNORED_LABEL
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torchtitan_like.check.rules.keys import DEGREES, MODEL_KEYS
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.util.host_memory import host_memory
+from torchtitan_like.util.host import host_memory
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:

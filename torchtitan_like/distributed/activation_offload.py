@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torchtitan_like.util.host_memory import available_bytes, host_memory
+from torchtitan_like.util.host import available_bytes, host_memory
 from torchtitan_like.util.units import GIB
 
 if TYPE_CHECKING:

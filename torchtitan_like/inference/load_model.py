@@ -24,7 +24,7 @@ from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup, pick_device
 from torchtitan_like.models.spec import with_reference_attention
 from torchtitan_like.stored_config import check_model_name, find_assets, load_trusted
-from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.host import available_bytes
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
 

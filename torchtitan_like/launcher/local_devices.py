@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
+from torchtitan_like.util.host import num_cores
+
 # AMD's compute driver lists CPUs and GPUs, each with a file `properties` of lines "name value".
 AMD_NODES = Path("/sys/class/kfd/kfd/topology/nodes")
 RENDER_DEVICES = Path("/dev/dri")  # a container has only the devices of its own GPUs
@@ -35,7 +37,7 @@ def inspect_machine(environ: Mapping[str, str]) -> Machine:
     gpu_list = _list_gpus()
     return Machine(
         host=os.uname().nodename.partition(".")[0],
-        num_cores=_count_cores(),
+        num_cores=num_cores(),
         gpu_list=gpu_list,
         num_nvidia_gpus=_count_nvidia_gpus(len(gpu_list), environ),
         num_amd_gpus=_count_amd_gpus(environ),
@@ -116,9 +118,3 @@ def _list_gpus() -> list[str]:
     except OSError:
         return []
     return [line for line in listing.stdout.splitlines() if line.startswith("GPU ")]
-
-
-def _count_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

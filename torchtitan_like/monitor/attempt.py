@@ -30,6 +30,7 @@ from torchtitan_like.util.files import (
     storage_error,
     write_atomically,
 )
+from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.jsonl import encode
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.version import git_output, has_tracked_files, recorded_commit
@@ -305,19 +306,12 @@ def write_environment(
         "system": platform.platform(),
         "python": sys.version,
         "cpu": cpu_model(),
-        "num_cpus": _num_cpus(),
+        "num_cpus": num_cores(),
         "host_memory_bytes": host_memory_bytes(),
         **numeric_facts(),
     }
     _write(folder / "facts.json", [json.dumps(facts, indent=2)])
     _write_git(folder, [Path(__file__).resolve().parents[1], *editables])
-
-
-def _num_cpus() -> int | None:
-    """Return the number of CPUs that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
 
 
 def numeric_facts() -> dict[str, object]:

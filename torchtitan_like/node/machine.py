@@ -12,7 +12,7 @@ import sys
 from collections.abc import Set
 from dataclasses import dataclass
 
-from torchtitan_like.util.host_memory import available_bytes
+from torchtitan_like.util.host import available_bytes
 from torchtitan_like.util.units import GIB
 
 ANSWER_SECONDS = 60.0  # for nvidia-smi, which hangs with a broken driver

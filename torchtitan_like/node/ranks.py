@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchtitan_like.distributed.printflock import printflock
 from torchtitan_like.node.machine import host_name
+from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.units import GIB
 
 # Environment variables of each launcher: rank, number of ranks, rank on this machine.
@@ -95,10 +96,3 @@ def exercise_group(device: str, memory_gib: float) -> list[str]:
         versions = f"torch {torch.__version__}, {cuda}Python {platform.python_version()}"
         lines.append(f"{world_size} ranks, {dist.get_backend()}, {versions}")
     return lines
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use. srun gives a task one by default."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

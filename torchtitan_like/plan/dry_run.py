@@ -24,7 +24,6 @@ from torchtitan_like.build import (
 )
 from torchtitan_like.config import JobConfig
 from torchtitan_like.data.batches.batch import Batch
-from torchtitan_like.data.tokens.encoding import num_cores
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.spec import has_experts, needs_positions
@@ -41,6 +40,7 @@ from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Progress, Recorder, Recording
 from torchtitan_like.resolved import Run, resolve
 from torchtitan_like.step import StepRunner
+from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.plan_file import ModuleBytes
 from torchtitan_like.util.units import MIB
 

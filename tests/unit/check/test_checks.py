@@ -11,7 +11,7 @@ import pytest
 
 from torchtitan_like.check import check_config, load_checked, offload_memory
 from torchtitan_like.config import ConfigError, Problem, load_config
-from torchtitan_like.util.host_memory import HostMemory
+from torchtitan_like.util.host import HostMemory
 
 TEXT = "torchtitan_like/data/corpus/shakespeare_validation.jsonl"
 

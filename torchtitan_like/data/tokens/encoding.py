@@ -49,11 +49,6 @@ class TokenPolicy:
 # ---- a corpus
 
 
-def num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def encode_all(
     corpus: Corpus,
     pieces: list[Piece],

@@ -27,7 +27,7 @@ from torchtitan_like.data.text.documents import (
     plan_pieces,
 )
 from torchtitan_like.data.text.tokenizer import Tokenizer
-from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all, num_cores
+from torchtitan_like.data.tokens.encoding import Progress, TokenPolicy, encode_all
 from torchtitan_like.data.tokens.token_cache import (
     CacheFolders,
     Entry,
@@ -45,6 +45,7 @@ from torchtitan_like.data.tokens.token_file import (
     token_type,
 )
 from torchtitan_like.util.files import publish
+from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.locks import file_lock
 
 logger = logging.getLogger()

@@ -1,4 +1,4 @@
-"""The host memory of this process, limited by the machine and its control group."""
+"""The host memory and CPU cores of this process, which its machine and control group limit."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 def available_bytes() -> int:
     """Return the bytes of host memory that are available to this process now."""
     return host_memory().available
+
+
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use. srun gives a task one by default."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 V2 = ("memory.max", "memory.current")

@@ -2,7 +2,7 @@
 
 import os
 
-from torchtitan_like.util.host_memory import HostMemory, host_memory
+from torchtitan_like.util.host import HostMemory, host_memory
 
 KIB = 1024
 
