@@ -22,8 +22,7 @@ from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.config.fields import find
 from torchtitan_like.launcher.options import OPTIONS
 from torchtitan_like.launcher.outcome import Start, how_to_resume, summary
-from torchtitan_like.slurm.scaffold import TEMPLATES
-from torchtitan_like.slurm.templates import notify
+from torchtitan_like.slurm.templates import TEMPLATES, notify
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.jsonl import read_rows
 

@@ -19,7 +19,7 @@ from tests.faults.trainer import ForkServer, Starter, arguments, exact_rows
 from tests.harness.runner import ROOT
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
-from torchtitan_like.slurm import scaffold
+from torchtitan_like.slurm import templates
 
 STEPS, HOLD_AT = 20, 10
 
@@ -131,7 +131,7 @@ def stub(cluster: Cluster, tmp_path: Path) -> Run:
 
 def write_scripts(folder: Path, titan: str) -> None:
     """Write the batch scripts, and a program `titan` to which env.sh sets the PATH."""
-    scaffold.write_scripts(folder)
+    templates.write_scripts(folder)
     programs = folder / "bin"
     programs.mkdir()
     (programs / "titan").write_text(titan)

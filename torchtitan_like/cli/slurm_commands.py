@@ -26,7 +26,7 @@ def configure_init(parser: argparse.ArgumentParser) -> None:
 
 def run_init(arguments: argparse.Namespace) -> int:
     """Write the scripts. Returns the exit code."""
-    from torchtitan_like.slurm.scaffold import write_scripts
+    from torchtitan_like.slurm.templates import write_scripts
 
     def action() -> int:
         for path in write_scripts(arguments.folder):

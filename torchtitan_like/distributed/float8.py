@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torchtitan_like.util.torchao_import import fewer_warnings
+from torchtitan_like.util.modules import silencing_torchao
 
 if TYPE_CHECKING:
     from torch import nn
@@ -74,7 +74,7 @@ def convert_to_float8(
 
 
 def _convert(model: nn.Module, fqns: Collection[str], section: Float8Linear, gathers: bool) -> None:
-    with fewer_warnings():
+    with silencing_torchao():
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(section.recipe_name or "tensorwise")

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchtitan_like.config.problems import ConfigError, Problem
 from torchtitan_like.optim.elementwise import AdamW, ShardIndices
+from torchtitan_like.util.modules import silencing_torchao
 from torchtitan_like.util.shards import local_shard
-from torchtitan_like.util.torchao_import import fewer_warnings
 
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
@@ -126,7 +126,7 @@ class AdamW8bit(AdamW):
 
 
 def _build_coder(block_size: int, device: torch.device) -> Coder:
-    with fewer_warnings():
+    with silencing_torchao():
         from torchao.optim import quant_utils
 
     tables = {

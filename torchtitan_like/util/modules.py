@@ -1,9 +1,10 @@
-"""Import code by name: of the user, and of the tools, which the core never imports."""
+"""Import code by name: of the user, of the tools, which the core never imports, and of torchao."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import re
 import shlex
 import sys
@@ -13,6 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+# Loggers that warn during an import of torchao, of its libraries for other hardware and of its
+# constants.
+_TORCHAO_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def pip_install(*packages: str) -> str:
@@ -98,3 +103,17 @@ def searching_modules_in(folder: Path) -> Iterator[None]:
     finally:
         if entry in sys.path:  # user code may remove it
             sys.path.remove(entry)
+
+
+@contextmanager
+def silencing_torchao() -> Iterator[None]:
+    """Silence warnings about an import of torchao that a user can do nothing about."""
+    loggers = [logging.getLogger(name) for name in _TORCHAO_LOGGERS]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)

@@ -15,7 +15,7 @@ from tests.harness.examples import example_words
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main
 from torchtitan_like.slurm import job, watchdog
-from torchtitan_like.slurm.scaffold import (
+from torchtitan_like.slurm.templates import (
     FOLDER_OF_SCRIPTS,
     FOLDER_OF_TITAN,
     PYTHON_OF_TITAN,

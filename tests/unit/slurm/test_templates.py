@@ -15,7 +15,7 @@ import pytest
 from tests.harness.runner import ROOT
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.slurm import job
-from torchtitan_like.slurm.scaffold import TEMPLATES
+from torchtitan_like.slurm.templates import TEMPLATES
 
 ALL = sorted(
     path
