@@ -126,7 +126,7 @@ def check_model_name(config: JobConfig, module: str) -> None:
         show_error(f"Not imported: {stored}, which the config names as {CUSTOM_IMPORT_KEY}")
 
 
-def find_assets(assets: str, step_folder: Path) -> Path:
+def find_run_assets(assets: str, step_folder: Path) -> Path:
     """Return the path of a folder that a run's config contains as a relative path.
 
     It is searched in the working folder, in the folders where attempts of the run were started
@@ -138,10 +138,10 @@ def find_assets(assets: str, step_folder: Path) -> Path:
 
 
 def with_assets(model: Model, step_folder: Path) -> Model:
-    """Return the section with the paths of `find_assets` for tokenizer and assets."""
+    """Return the section with the paths of `find_run_assets` for tokenizer and assets."""
     keys = ("hf_assets_path", "tokenizer_path")
     paths = {key: getattr(model, key) for key in keys}
-    located = {key: str(find_assets(path, step_folder)) for key, path in paths.items() if path}
+    located = {key: str(find_run_assets(path, step_folder)) for key, path in paths.items() if path}
     return model.model_copy(update=located)
 
 

@@ -18,7 +18,7 @@ from tests.harness.rank_pool import run_ranks
 from tests.harness.runner import ROOT
 from torchtitan_like.cli import main as titan
 from torchtitan_like.inference import load_model
-from torchtitan_like.stored_config import find_assets
+from torchtitan_like.stored_config import find_run_assets
 
 
 def train(argv):
@@ -127,7 +127,7 @@ def test_relative_tokenizer_path_works_from_other_folders(tmp_path, monkeypatch,
         in capsys.readouterr().err
     )
     assert titan(["generate", *command, "--assets", "home/assets"]) == 0
-    assert find_assets("./tests/assets/tokenizer", step) == ROOT / "tests/assets/tokenizer"
+    assert find_run_assets("./tests/assets/tokenizer", step) == ROOT / "tests/assets/tokenizer"
 
 
 @pytest.fixture(scope="module")

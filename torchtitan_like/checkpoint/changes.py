@@ -1,6 +1,6 @@
 """Decide which settings may change between a checkpoint and the run that resumes it.
 
-Each setting declares the state of the run that it affects (`Affected` in config/facts.py).
+Each setting declares the state of the run that it affects (`Affected` in config/base.py).
 """
 
 from __future__ import annotations

@@ -342,7 +342,7 @@ def _show(arguments: argparse.Namespace) -> int:
     from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
     from torchtitan_like.data.step_samples import read_step, recorded_digest
     from torchtitan_like.data.text.tokenizer import load_tokenizer
-    from torchtitan_like.stored_config import custom_import_in, find_assets, load_trusted
+    from torchtitan_like.stored_config import custom_import_in, find_run_assets, load_trusted
     from torchtitan_like.util.run_directory import CONFIG
 
     checkpoint = arguments.checkpoint
@@ -354,7 +354,7 @@ def _show(arguments: argparse.Namespace) -> int:
         )
     module = custom_import_in(arguments.settings)
     config = load_trusted(checkpoint / CONFIG, module, arguments.settings)
-    tokenizer = load_tokenizer(find_assets(config.model.tokenizer_folder, checkpoint))
+    tokenizer = load_tokenizer(find_run_assets(config.model.tokenizer_folder, checkpoint))
     content = read_step(config, manifest, tokenizer, arguments.step)
     recorded = recorded_digest(checkpoint.parent.parent, arguments.step)
     code = 0 if recorded in (None, content.digest) else DIFFERENT

@@ -93,7 +93,7 @@ def configure_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading_flags(parser: argparse.ArgumentParser) -> None:
-    """Add `--assets`, `--dtype` and `--ema`, which `inference.loading` uses."""
+    """Add `--assets`, `--dtype` and `--ema`, which `inference.load_model` uses."""
     parser.add_argument(
         "--assets", metavar="PATH", help="the tokenizer's folder (default: as in the run's config)"
     )

@@ -149,7 +149,7 @@ class Expected:
 class NameOf:
     """Metadata of a string: one of these names, or "module:name" in user code.
 
-    kind: see `extensions.names.PARAMETERS`.
+    kind: see `extensions.user_code.PARAMETERS`.
     """
 
     kind: str

@@ -127,7 +127,7 @@ def build_parts(
     num_samples: samples that a data-parallel rank reads in a step.
     """
     training, lines = sections.training, []
-    context = build_context(world, sections.parallelism)
+    context = build_context_parallel(world, sections.parallelism)
     whole = _on_meta(spec, args, training)
     pipeline = _build_pipeline(spec, args, world, sections, whole) if world.dims.pp > 1 else None
     parts: list[Any] = [whole] if pipeline is None else pipeline.parts
@@ -189,7 +189,7 @@ def _build_pipeline(
     )
 
 
-def build_context(world: World, parallelism: Parallelism) -> ContextParallel | None:
+def build_context_parallel(world: World, parallelism: Parallelism) -> ContextParallel | None:
     """Return the `ContextParallel` of this rank; None without context parallelism."""
     if world.dims.cp == 1:
         return None

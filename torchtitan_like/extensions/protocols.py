@@ -33,7 +33,7 @@ class OptimizerBuilder(Protocol):
 
         Gradients are reduced and clipped before each `step()`. A step with non-finite gradients is
         skipped: the trainer does not call `step()` on a CPU, and restores weights and state on a
-        GPU. To read on the GPU whether to skip, derive from `optim.gated.GatedOptimizer`.
+        GPU. To read on the GPU whether to skip, derive from `optim.elementwise.GatedOptimizer`.
         """
 
 

@@ -23,7 +23,7 @@ from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.initialize import materialize
 from torchtitan_like.distributed.world import HostGroup, pick_device
 from torchtitan_like.models.spec import with_reference_attention
-from torchtitan_like.stored_config import check_model_name, find_assets, load_trusted
+from torchtitan_like.stored_config import check_model_name, find_run_assets, load_trusted
 from torchtitan_like.util.host import available_bytes
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.run_directory import CONFIG, MANIFEST
@@ -82,7 +82,7 @@ def load_checkpoint(
     config = load_trusted(checkpoint / CONFIG, custom_import)
     check_model_name(config, custom_import)
     is_export = manifest["kind"] == "hf"
-    in_config = find_assets(config.model.tokenizer_folder, checkpoint)
+    in_config = find_run_assets(config.model.tokenizer_folder, checkpoint)
     folder = Path(assets or (checkpoint if is_export else in_config)).expanduser()
     if not folder.exists():
         raise TokenizerError(

@@ -23,7 +23,7 @@ from torchtitan_like.util.run_directory import (
     HEARTBEATS,
     METRICS,
     RunEnd,
-    Switches,
+    SwitchPaths,
     attempt_folder,
     earliest_error,
     files_of_ranks,
@@ -32,7 +32,7 @@ from torchtitan_like.util.run_directory import (
     read_exit,
     read_heartbeats,
     step_number,
-    switches,
+    switch_paths,
 )
 from torchtitan_like.util.units import format_clock
 
@@ -106,7 +106,7 @@ def require_run(folder: Path) -> None:
         )
 
 
-def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
+def switch_files(run: Path) -> tuple[SwitchPaths, dict[str, Any]]:
     """Return the paths of a run's switch files, and its configuration. Raises ValueError."""
     from torchtitan_like.config.sections_run import Resilience  # pydantic is slow to import
 
@@ -114,7 +114,7 @@ def switch_files(run: Path) -> tuple[Switches, dict[str, Any]]:
     config = read_run_config(run)
     defaults = Resilience()
     section = config.get("resilience", {})
-    paths = switches(
+    paths = switch_paths(
         run,
         str(Path(section.get("kill_switch_path", defaults.kill_switch_path)).expanduser()),
         str(Path(section.get("save_switch_path", defaults.save_switch_path)).expanduser()),

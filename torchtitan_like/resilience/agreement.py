@@ -119,7 +119,7 @@ class Switches:
     """Reads the switch files of a run, on rank 0 only. The step's agreement shares the requests."""
 
     def __init__(self, run: Path, section: Resilience) -> None:
-        paths = run_directory.switches(run, section.kill_switch_path, section.save_switch_path)
+        paths = run_directory.switch_paths(run, section.kill_switch_path, section.save_switch_path)
         self.kill = paths.kill
         self._once = {paths.save: Request.SAVE, paths.export: Request.EXPORT}
 

@@ -72,7 +72,7 @@ class _Step(Generic[Progress]):
     """
 
     progress: Progress
-    copy: HostCopy
+    copy: PendingValues
     norm: torch.Tensor
     limit: torch.Tensor
 
@@ -89,7 +89,7 @@ class _Step(Generic[Progress]):
         return int(self.copy.read()[2])
 
 
-class HostCopy:
+class PendingValues:
     """An asynchronous copy of 1-dim device values. It is complete one or two steps later."""
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -205,7 +205,7 @@ class UpdateGate(Generic[Progress]):
         if len(self._history) == HISTORY:
             self._history.popleft()  # frees its page-locked memory for the new copies
         values = torch.stack([self._is_frozen, self._is_held, self._nonfinite_in_a_row])
-        self._history.append(_Step(progress, HostCopy(values), self._norm, self._limit))
+        self._history.append(_Step(progress, PendingValues(values), self._norm, self._limit))
 
     def was_frozen(self) -> bool:
         """Return True if updates were frozen two steps ago. Does not block."""

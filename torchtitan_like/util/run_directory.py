@@ -99,7 +99,7 @@ class RunEnd(NamedTuple):
         return f"{self.reason} (code {self.code}) {where}"
 
 
-class Switches(NamedTuple):
+class SwitchPaths(NamedTuple):
     """Paths of the switch files of a run."""
 
     kill: Path
@@ -131,9 +131,9 @@ def parse_config(text: str) -> dict[str, dict[str, Any]]:
     return config
 
 
-def switches(run: Path, kill_path: str, save_path: str) -> Switches:
+def switch_paths(run: Path, kill_path: str, save_path: str) -> SwitchPaths:
     """Return the paths of the switch files. Configured paths may be outside `run`."""
-    return Switches(run / kill_path, run / save_path, run / EXPORT_SWITCH)
+    return SwitchPaths(run / kill_path, run / save_path, run / EXPORT_SWITCH)
 
 
 def read_exit(run: Path) -> RunEnd:

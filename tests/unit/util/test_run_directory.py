@@ -71,7 +71,7 @@ def test_truncated_heartbeats_are_ignored(tmp_path: Path) -> None:
 
 def test_switch_files_may_be_outside_the_run(tmp_path: Path) -> None:
     run, shared_switch = tmp_path / "run", tmp_path / "KILL_ALL"
-    switches = run_directory.switches(run, str(shared_switch), "SAVE")
+    switches = run_directory.switch_paths(run, str(shared_switch), "SAVE")
     assert switches == (shared_switch, run / "SAVE", run / "EXPORT")
 
 
