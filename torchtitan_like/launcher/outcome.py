@@ -21,6 +21,7 @@ from torchtitan_like.util.exit_codes import (
     REPEATABLE,
     SIGNAL_CODES,
     ExitCode,
+    RunFailure,
 )
 from torchtitan_like.util.files import describe_os_error
 from torchtitan_like.util.locks import run_lock
@@ -187,9 +188,10 @@ def _show_how_to_continue(config: JobConfig, code: int, start: Start) -> None:
     folder, checkpoint = Path(config.job.dump_folder), config.checkpoint
     if code not in REPEATABLE or not checkpoint.enable:
         return
-    full = [step for step in published_steps(folder / checkpoint.folder) if step.is_full]
-    if full and not (folder / config.resilience.kill_switch_path).exists():
-        show_error(f"Resume at step {full[-1].step} (the same command): {start.command}")
+    with suppress(OSError, RunFailure):  # of a disk that fails
+        full = [step for step in published_steps(folder / checkpoint.folder) if step.is_full]
+        if full and not (folder / config.resilience.kill_switch_path).exists():
+            show_error(f"Resume at step {full[-1].step} (the same command): {start.command}")
 
 
 def _report_refusal(folder: Path, first: FirstError | None) -> int:
