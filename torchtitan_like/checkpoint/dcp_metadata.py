@@ -3,7 +3,8 @@
 A `.metadata` is a pickle. A pickle may import and call any function, so loading one can run a
 program (docs/guides/security.md, "What is trusted"). `load_metadata` looks every global up in a
 table, which has a class without behavior for each class of torch. Importing torch takes seconds,
-and commands that only list tensors do not need it.
+and commands that only list tensors do not need it. torch's own `weights_only` unpickler, which
+`unpickle.py` uses for tensors, cannot read a `.metadata`: it refuses pickles of protocol 4.
 """
 
 from __future__ import annotations
