@@ -102,7 +102,7 @@ def attach(
     weights = "initialize the weights" if start.kind == "scratch" else "load the weights"
     clock.plan("read the data", "build the model", weights, f"{verb} step {start.step + 1}")
     failures = WriteFailures(continues=config.checkpoint.on_save_error == "continue")
-    attempt = open_attempt(config, run.config_toml, world, failures)
+    attempt = open_attempt(config.job, run.config_toml, run.tables, world, failures)
     position.attempt_folder = attempt.folder
     heartbeat = Heartbeat(
         attempt.folder,
@@ -114,7 +114,7 @@ def attach(
     )
     numeric = numeric_fingerprint(config, world.device, world.dims.layout())
     batch_size = run.geometry.global_batch_size
-    origin = Origin(starts, config, numeric, global_batch_size=batch_size)
+    origin = Origin(starts, run.settings, run.args, numeric, global_batch_size=batch_size)
     seed = _agree_on_seed(config, start, world)
     seed_everything(seed)
     return RankRun(
@@ -426,7 +426,7 @@ def build_metrics(run: RankRun, *, sources: Sequence[str], expert_layers: list[i
         RowCollector(world.gather_losses, sources),
         throughput,
         memory,
-        build_sinks(section, attempt.run, world.rank, failures, mask_values(config.model_dump())),
+        build_sinks(section, attempt.run, world.rank, failures, mask_values(run.tables)),
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
         observers,
         ExpertMetrics(expert_layers, world.dims.ep),

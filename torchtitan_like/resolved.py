@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.config import dump_toml
+from torchtitan_like.config.layers import by_key
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 from torchtitan_like.models.spec import (
     ModelSpec,
@@ -78,6 +79,16 @@ class Run:
     def config_toml(self) -> str:
         """The configuration as checkpoints and the run directory store it, with secrets masked."""
         return dump_toml(self.config)
+
+    @cached_property
+    def tables(self) -> dict[str, Any]:
+        """The configuration as nested tables."""
+        return self.config.model_dump()
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its dotted key."""
+        return by_key(self.tables)
 
     @property
     def flops_per_token(self) -> float:

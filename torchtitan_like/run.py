@@ -145,8 +145,7 @@ def run_job(run: Run, launched: LaunchedAs, requests: Requests, position: RankPo
             starts = checkpointer.find_start(config.training.steps, run.config_toml)
             step = starts[0].step
             if step >= config.training.steps:
-                manifest = starts[0].manifest or {}
-                check_finished(manifest, config.model_dump(), config.job.dump_folder)
+                check_finished(starts[0].manifest or {}, run.settings, config.job.dump_folder)
                 checkpointer.finish_last_step(starts[0])
                 logger.info(
                     f"Nothing to do: step {step} of {config.training.steps} is done already"

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from torchtitan_like.checkpoint.errors import ChangedError, CheckpointError
 from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import find
-from torchtitan_like.config.layers import Layer, leaves, parse_toml
+from torchtitan_like.config.layers import Layer, by_key, leaves, parse_toml
 from torchtitan_like.config.loader import CUSTOM_IMPORT_KEY, build_config
 from torchtitan_like.config.problems import ConfigError
 from torchtitan_like.models.spec import get_spec, resolve_args
@@ -68,41 +68,42 @@ def affected_state(key: str) -> Affected:
 
 
 def diff_settings(
-    stored: str | Mapping[str, Any],
+    stored: str,
     current: Mapping[str, Any],
     stored_summary: Mapping[str, Any],
     current_summary: Mapping[str, Any],
 ) -> Changes:
-    """Compare the configuration in a checkpoint (TOML text, or tables) with this run's tables.
+    """Compare the configuration in a checkpoint, as TOML, with all settings of this run.
 
-    A missing setting has its default value. The affected states, `checkpoint.allow_change`, and
-    `checkpoint.exclude_from_loading` of `current` decide which changes are refused.
+    A setting that the checkpoint lacks has its default value. The affected states,
+    `checkpoint.allow_change`, and `checkpoint.exclude_from_loading` of `current` decide which
+    changes are refused.
 
     stored_summary: the step and the resolved values of the checkpoint (`RESOLVED`).
     current_summary: the resolved values of this run.
     Raises CheckpointError if the stored configuration cannot be read.
     """
-    section = current.get("checkpoint", {})
-    allowed = section.get("allow_change", ())
-    excluded = set(section.get("exclude_from_loading", ()))
+    before = complete_settings(stored)
+    excluded = set(current["checkpoint.exclude_from_loading"])
     if "train_state" in excluded:  # the run starts at step 0, and so does the data
         excluded.add("dataloader")
-    before, now = _complete(stored), _complete(current)
-    if not (before["ema.enable"] and now["ema.enable"]):  # no average continues
+    if not (before["ema.enable"] and current["ema.enable"]):  # no average continues
         excluded.add("ema")
     is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
 
     def is_free(key: str) -> bool:
         state = affected_state(key)
-        is_allowed = any(fnmatchcase(key, pattern) for pattern in allowed)
+        is_allowed = any(
+            fnmatchcase(key, pattern) for pattern in current["checkpoint.allow_change"]
+        )
         is_untrained = is_seed and state != "model"
         return state in ("nothing", "future_samples", *excluded) or is_untrained or is_allowed
 
     changes = Changes([], [])
-    for key in dict.fromkeys((*before, *now)):
+    for key in dict.fromkeys((*before, *current)):
         if key == "job.config_file":  # never stored
             continue
-        change = Change(key, before.get(key), now.get(key))
+        change = Change(key, before.get(key), current.get(key))
         if key in RESOLVED:
             name = RESOLVED[key]
             change = Change(
@@ -112,7 +113,7 @@ def diff_settings(
                 continue
         grows = key == HORIZON and change.stored == change.now
         if key == HORIZON:
-            change = Change(key, change.stored or before[STEPS], change.now or now[STEPS])
+            change = Change(key, change.stored or before[STEPS], change.now or current[STEPS])
         if change.stored != change.now:
             (changes.harmless if grows or is_free(key) else changes.refused).append(change)
     return changes
@@ -135,15 +136,15 @@ def check_changes(changes: Changes) -> str | None:
     )
 
 
-def check_finished(manifest: Mapping[str, Any], config: Mapping[str, Any], folder: str) -> None:
+def check_finished(manifest: Mapping[str, Any], current: Mapping[str, Any], folder: str) -> None:
     """Raise ChangedError if a finished run had other settings than the start that finds its folder.
 
-    More or fewer steps are no other settings. manifest: of the run's last step. config: the tables of
-    the start.
+    More or fewer steps are no other settings. manifest: of the run's last step. current: all
+    settings of the start.
     """
     if "config" not in manifest:
         return
-    refused = diff_settings(manifest["config"], config, manifest, {}).refused
+    refused = diff_settings(manifest["config"], current, manifest, {}).refused
     changed = [str(change) for change in refused if change.key != HORIZON]
     if changed:
         raise ChangedError(
@@ -153,19 +154,20 @@ def check_finished(manifest: Mapping[str, Any], config: Mapping[str, Any], folde
 
 
 def warm_differences(
-    stored: Mapping[str, Any], current: Mapping[str, Any], tokenizer: str
+    stored: Mapping[str, Any], current: Mapping[str, Any], args: Any, tokenizer: str
 ) -> list[Change]:
     """Return what a warm start changes about the model that trained the weights.
 
     These are arguments that both models have, settings of state "model", and the tokenizer.
 
-    stored: the manifest. current: this run's tables. tokenizer: this run's fingerprint of it.
+    stored: the manifest. current: all settings of this run. args: the sizes of its model.
+    tokenizer: its fingerprint in this run.
     Raises CheckpointError if the stored configuration cannot be read.
     """
-    before, now = _complete(stored["config"]), _complete(current)
-    keys = [key for key in before.keys() & now.keys() if affected_state(key) == "model"]
-    old = {key: before[key] for key in keys} | _model_args(before)
-    new = {key: now[key] for key in keys} | _model_args(now)
+    before = complete_settings(stored["config"])
+    keys = [key for key in before.keys() & current.keys() if affected_state(key) == "model"]
+    old = {key: before[key] for key in keys} | _stored_args(before)
+    new = {key: current[key] for key in keys} | by_key({"model": {"args": asdict(args)}})
     # The arguments describe a flavor, the module is code, and the load reports another dtype.
     for key in ("model.flavor", CUSTOM_IMPORT_KEY, "training.dtype"):
         old.pop(key, None)
@@ -179,7 +181,7 @@ def warm_differences(
     ]
 
 
-def _model_args(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _stored_args(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the resolved arguments of a model by dotted key; {} if this version cannot read them."""
     prefix = "model.args."
     given = {k.removeprefix(prefix): v for k, v in settings.items() if k.startswith(prefix)}
@@ -187,15 +189,17 @@ def _model_args(settings: Mapping[str, Any]) -> dict[str, Any]:
         args = resolve_args(get_spec(settings["model.name"]), settings["model.flavor"], given)
     except (KeyError, ValueError):  # a model or an argument of another version or extension
         return {key: value for key, value in settings.items() if key.startswith(prefix)}
-    return {prefix + ".".join(path): value for path, value in leaves(asdict(args))}
+    return by_key({"model": {"args": asdict(args)}})
 
 
-def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return every setting by its dotted key, with current names and defaults."""
+def complete_settings(toml: str) -> dict[str, Any]:
+    """Return every setting of a stored configuration by its key, with current names and defaults.
+
+    Raises CheckpointError if it cannot be read.
+    """
     unknown_names: dict[str, Any] = {}
     try:
-        given = parse_toml(tables) if isinstance(tables, str) else tables
-        config = build_config([Layer("the checkpoint", list(leaves(given)))])
+        config = build_config([Layer("the checkpoint", list(leaves(parse_toml(toml))))])
     except ConfigError as error:
         if error.partial is None:
             raise CheckpointError(
@@ -213,5 +217,4 @@ def _complete(tables: str | Mapping[str, Any]) -> dict[str, Any]:
             f"The configuration in the checkpoint is not valid TOML: {error}. Expected the "
             "settings of its run: use another checkpoint"
         ) from error
-    settings = {".".join(path): value for path, value in leaves(config.model_dump()) if value != {}}
-    return settings | unknown_names
+    return by_key(config.model_dump()) | unknown_names

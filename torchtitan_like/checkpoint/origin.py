@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchtitan_like.checkpoint.changes import (
     check_changes,
@@ -17,29 +17,29 @@ from torchtitan_like.checkpoint.start import Start
 from torchtitan_like.checkpoint.torchtitan import check_data_choice
 from torchtitan_like.util.output import on_screen
 
-if TYPE_CHECKING:
-    from torchtitan_like.config import JobConfig
-
 logger = logging.getLogger()
 
 
 class Origin:
     """The start of a run: the first of `starts`, or an older one if that is damaged.
 
-    numeric: `numeric_fingerprint` of this run. global_batch_size: of this run.
+    settings: all settings of this run, by dotted key. args: the sizes of its model. numeric: its
+    `numeric_fingerprint`. global_batch_size: of this run.
     Raises ChangedError if settings that shape the run have changed.
     """
 
     def __init__(
         self,
         starts: Sequence[Start],
-        config: JobConfig,
+        settings: Mapping[str, Any],
+        args: Any,
         numeric: dict[str, Any],
         *,
         global_batch_size: int,
     ) -> None:
         self.numeric = numeric
-        self._config = config
+        self._settings = settings
+        self._args = args
         self._global_batch_size = global_batch_size
         self.starts = starts
         self.start_from(starts[0])
@@ -69,7 +69,7 @@ class Origin:
     @property
     def initializes(self) -> bool:
         """Whether the model's weights are drawn from the seed, before a checkpoint is loaded."""
-        return self.is_new or "model" in self._config.checkpoint.exclude_from_loading
+        return self.is_new or "model" in self._settings["checkpoint.exclude_from_loading"]
 
     def summary(self) -> dict[str, Any]:
         """Return an entry for manifests: the dense checkpoint from which the run was upcycled."""
@@ -84,7 +84,7 @@ class Origin:
         stored = self.start.manifest or {}
         if self.start.kind != "warm" or "config" not in stored:
             return
-        changes = warm_differences(stored, self._config.model_dump(), tokenizer)
+        changes = warm_differences(stored, self._settings, self._args, tokenizer)
         if changes:
             logger.warning(
                 f"The weights in {self.start.path} were trained with other settings: "
@@ -104,16 +104,16 @@ class Origin:
 
     def _compare(self, start: Start) -> list[str]:
         """Return the accepted differences between the settings of a start and of this run."""
-        config, excluded = self._config, self._config.checkpoint.exclude_from_loading
+        excluded = self._settings["checkpoint.exclude_from_loading"]
         differences = [f"{part} not loaded" for part in excluded]
         stored = start.manifest or {}
         if start.kind == "resume" and start.format == "dcp":
-            check_data_choice(start, config.training.skip_steps, excluded)
+            check_data_choice(start, self._settings["training.skip_steps"], excluded)
             differences.append("the checkpoint is TorchTitan's")
         if start.kind != "resume" or "config" not in stored:
             return differences
         resolved = {"global_batch_size": self._global_batch_size}
-        changes = diff_settings(stored["config"], config.model_dump(), stored, resolved)
+        changes = diff_settings(stored["config"], self._settings, stored, resolved)
         if note := check_changes(changes):
             logger.info(note)
         if reordered := changes.reordered():

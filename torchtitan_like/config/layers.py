@@ -19,7 +19,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["Layer", "delete", "leaves", "merge", "parse_toml", "read_files"]
+__all__ = ["Layer", "by_key", "delete", "leaves", "merge", "parse_toml", "read_files"]
 
 MAX_BYTES = 2**24  # of a TOML file
 
@@ -111,6 +111,11 @@ def leaves(table: Mapping[str, Any], path: Path = ()) -> Iterator[tuple[Path, An
             yield from leaves(value, (*path, name))
         else:
             yield (*path, name), value
+
+
+def by_key(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """Return every setting in tables by its dotted key. An empty table is no setting."""
+    return {".".join(path): value for path, value in leaves(tables) if value != {}}
 
 
 def merge(layers: list[Layer]) -> tuple[dict[str, Any], dict[Path, str]]:

@@ -36,7 +36,7 @@ from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.version import git_output, has_tracked_files, recorded_commit
 
 if TYPE_CHECKING:
-    from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.sections_run import Job
     from torchtitan_like.distributed.world import World
 
 
@@ -113,21 +113,21 @@ class Attempt:
 
 
 def open_attempt(
-    config: JobConfig, config_toml: str, world: World, failures: WriteFailures
+    job: Job, config_toml: str, tables: Mapping[str, Any], world: World, failures: WriteFailures
 ) -> Attempt:
     """Create the folder of this attempt, write its configuration, and log to it. A collective.
 
-    config_toml: the configuration as TOML, with masked secrets.
+    config_toml: the configuration as TOML, with masked secrets. tables: the configuration.
     Raises StorageError on every rank if rank 0 cannot write.
     """
-    run = config.job.dump_folder
+    run = job.dump_folder
 
     def make() -> int:
         with storage_error(run):
             attempt = Attempt(run)
             attempt.write_config(config_toml)
-            if name := config.job.save_config_file:
-                masked = mask_values(config.model_dump())
+            if name := job.save_config_file:
+                masked = mask_values(tables)
                 (attempt.run / name).parent.mkdir(parents=True, exist_ok=True)
                 write_atomically(attempt.run / name, json.dumps(masked, indent=2))
             attempt.remove_exit()

@@ -177,7 +177,7 @@ def plan_of(
     first = memories[0]
     assert first.rank == 0, first.rank
     return PlanFile(
-        settings=settings_of(config.model_dump(exclude_none=True), world_size),
+        settings=settings_of(config.model_dump(), world_size),
         gpu=gpu.key,
         cluster=cluster.key,
         reserved=first.reserved / GIB,

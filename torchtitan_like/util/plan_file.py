@@ -103,7 +103,7 @@ KINDS = {
 
 
 def settings_of(config: Mapping[str, Any], world_size: int) -> dict[str, Any]:
-    """Return the settings of a plan, by dotted key. config: parsed TOML with all settings."""
+    """Return the settings of a plan, by dotted key. config: tables of all settings."""
     settings: dict[str, Any] = {"world_size": world_size}
     for section, keys in SETTINGS:
         for key, value in _leaves(config.get(section, {})):
@@ -116,7 +116,7 @@ def _leaves(table: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, A
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{name}.")
-        else:
+        elif value is not None:
             yield f"{prefix}{name}", value
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from torchtitan_like.checkpoint.changes import (
     RESOLVED,
+    Change,
     affected_state,
     check_changes,
     diff_settings,
@@ -17,7 +18,8 @@ from torchtitan_like.checkpoint.errors import CheckpointError
 from torchtitan_like.config import JobConfig, dump_toml, load_config
 from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.layers import parse_toml
+from torchtitan_like.config.layers import by_key
+from torchtitan_like.resolved import resolve
 
 KEYS = [setting.key for setting in all_settings()]
 
@@ -25,7 +27,13 @@ KEYS = [setting.key for setting in all_settings()]
 def compare_runs(before: str, now: str, stored: Any = None, current: Any = None) -> Any:
     """Compare two runs by their command lines. stored, current: their resolved values."""
     toml, config = dump_toml(load_config(before.split())), load_config(now.split())
-    return diff_settings(toml, config.model_dump(), stored or {}, current or {})
+    return diff_settings(toml, by_key(config.model_dump()), stored or {}, current or {})
+
+
+def warm_changes(stored: dict[str, Any], now: str, tokenizer: str) -> list[Change]:
+    """Compare a manifest with a run of this command line."""
+    run = resolve(load_config(now.split()), world_size=1)
+    return warm_differences(stored, run.settings, run.args, tokenizer)
 
 
 def keys(changes: list[Any]) -> list[str]:
@@ -117,7 +125,7 @@ def test_other_changes_are_logged(line: str) -> None:
 
 def test_a_stored_name_of_another_version_is_compared() -> None:
     stored = '[optimizer]\nname = "Sophia"'
-    (change,) = diff_settings(stored, JobConfig().model_dump(), {}, {}).refused
+    (change,) = diff_settings(stored, by_key(JobConfig().model_dump()), {}, {}).refused
     assert str(change) == 'optimizer.name "Sophia" -> "AdamW"'
 
 
@@ -235,7 +243,7 @@ def test_a_seed_checkpoint_fixes_only_the_model() -> None:
 
 def test_settings_of_other_versions_are_compared() -> None:
     """Old names are translated, missing settings have their default, unknown ones are ignored."""
-    now = load_config(["--training.local_batch_size", "4"]).model_dump()
+    now = by_key(load_config(["--training.local_batch_size", "4"]).model_dump())
     stored = (
         "[training]\nbatch_size = 4\n[model]\nmystery = 5\nflavor = 'debugmodel'\n[future]\nx = 1"
     )
@@ -245,7 +253,7 @@ def test_settings_of_other_versions_are_compared() -> None:
 @pytest.mark.parametrize("text", ["[training", "x = "])
 def test_an_invalid_stored_configuration_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="is not valid TOML"):
-        diff_settings(text, load_config([]).model_dump(), {}, {})
+        diff_settings(text, by_key(JobConfig().model_dump()), {}, {})
 
 
 @pytest.mark.parametrize(
@@ -309,11 +317,11 @@ def test_accepted_changes_that_affect_the_result_are_listed() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "differences"),
     [
-        ("", "[optimizer]\nlr = 0.1", []),
-        ("[model.args]\nn_heads = 16", "[model.args]\nn_heads = 8", ["model.args.n_heads"]),
+        ("", "--optimizer.lr 0.1", []),
+        ("[model.args]\nn_heads = 16", "--model.args.n_heads 8", ["model.args.n_heads"]),
         ("[model.args]\nn_heads = 16", "", []),  # the value of the flavor
         ("[model.args]\nrope_theta = 500.0", "", ["model.args.rope_theta"]),
-        ("[model.args]\nunknown = 3\ndim = 8", "[model.args]\ndim = 16", ["model.args.dim"]),
+        ("[model.args]\nunknown = 3\ndim = 8", "--model.args.dim 64", ["model.args.dim"]),
         ('[model]\nname = "gone"', "", ["model.name"]),
         ('[training]\ndtype = "bfloat16"', "", []),  # the load converts, and logs it
         (
@@ -326,11 +334,10 @@ def test_accepted_changes_that_affect_the_result_are_listed() -> None:
 def test_a_warm_start_names_what_the_weights_were_trained_with(
     before: str, now: str, differences: list[str]
 ) -> None:
-    stored = {"config": before}
-    assert keys(warm_differences(stored, parse_toml(now), "a")) == differences
+    assert keys(warm_changes({"config": before}, now, "a")) == differences
 
 
 def test_a_warm_start_names_another_tokenizer() -> None:
     stored = {"config": "", "data": {"fingerprint": {"tokenizer": "a"}}}
-    assert warm_differences(stored, {}, "a") == []
-    assert keys(warm_differences(stored, {}, "b")) == ["tokenizer"]
+    assert warm_changes(stored, "", "a") == []
+    assert keys(warm_changes(stored, "", "b")) == ["tokenizer"]

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from torchtitan_like.checkpoint.changes import diff_settings
-from torchtitan_like.checkpoint.errors import CheckpointError
+from torchtitan_like.checkpoint.changes import complete_settings, diff_settings
 from torchtitan_like.checkpoint.source import Source
 from torchtitan_like.checkpoint.tools.convert import Identify, native_weights
 from torchtitan_like.checkpoint.tools.open_checkpoint import FAMILIES, dtype_name, open_checkpoint
-from torchtitan_like.config.layers import parse_toml
 
 BLOCK_ELEMENTS = 2**22  # compared at a time
 
@@ -80,13 +78,7 @@ def _differing_settings(a: Source, b: Source) -> list[str]:
     before, after = a.manifest.get("config"), b.manifest.get("config")
     if not before or not after:
         return []
-    try:
-        changes = diff_settings(before, parse_toml(after), {}, {})
-    except ValueError as error:
-        raise CheckpointError(
-            f"{b.path}: the configuration in its manifest is not valid TOML: {error}. Expected the "
-            "settings of its run: verify the checkpoint with titan ckpt verify"
-        ) from error
+    changes = diff_settings(before, complete_settings(after), {}, {})
     return sorted(str(change) for group in changes for change in group)
 
 
