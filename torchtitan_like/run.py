@@ -110,7 +110,7 @@ def resolve_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
     for warning in warnings:
         logger.warning(str(warning))
     run = resolve(config, world_size)
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # if unknown, 1 as in the check
     num_shards = world_size // config.parallelism.data_parallel_replicate_degree
     if need := host_memory_need(config, run.spec.num_params(run.args), num_shards, num_ranks):
         free = host_memory().available
