@@ -598,13 +598,14 @@ def test_warm_start_loads_only_the_weights(
 
 def test_validation_is_the_mean_over_all_tokens(files: Path, reference: RunResult) -> None:
     """Compute the loss directly, from documents with BOS and EOS."""
+    from torchtitan_like.build import identify
     from torchtitan_like.config import load_config
     from torchtitan_like.data.text.tokenizer import load_tokenizer
     from torchtitan_like.inference.load_model import load_model
 
     step_folder = reference.dump_folder / "checkpoint" / f"step-{STEPS}"
     config = load_config(["--job.config_file", str(step_folder / "config.toml")])
-    model = load_model(step_folder, config, "float32")
+    model = load_model(step_folder, identify(config.model), "float32")
     tokenizer = load_tokenizer(ROOT / "tests/assets/tokenizer")
     lines = (files / "held_out.jsonl").read_text().splitlines()
     tokens = [

@@ -11,12 +11,12 @@ from torch import nn
 
 from torchtitan_like.build import identify
 from torchtitan_like.checkpoint.errors import CheckpointError, with_checkpoint_errors
+from torchtitan_like.checkpoint.identity import Identity
 from torchtitan_like.checkpoint.loading import load_states
 from torchtitan_like.checkpoint.start import Start, format_of
 from torchtitan_like.checkpoint.stateful import ModelState
 from torchtitan_like.checkpoint.step_folders import read_manifest, suggest_step
 from torchtitan_like.checkpoint.stored_weights import check_average
-from torchtitan_like.config import JobConfig
 from torchtitan_like.data.data_errors import TokenizerError
 from torchtitan_like.data.text.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
@@ -93,8 +93,8 @@ def load_checkpoint(
     end_ids = _end_ids(folder if folder.is_dir() else folder.parent, tokenizer)
     if dtype is None:
         dtype = _dtype_of_export(checkpoint) if is_export else config.training.dtype
-    model = load_model(checkpoint, config, dtype, averaged=averaged)
     identity = identify(config.model)
+    model = load_model(checkpoint, identity, dtype, averaged=averaged)
     limits = identity.spec.constraints(identity.args)
     return LoadedModel(
         model,
@@ -106,13 +106,12 @@ def load_checkpoint(
 
 
 def load_model(
-    checkpoint: Path, config: JobConfig, dtype: str, *, averaged: bool = False
+    checkpoint: Path, identity: Identity, dtype: str, *, averaged: bool = False
 ) -> nn.Module:
-    """Build the config's model on the GPU, or else the CPU, and load its weights.
+    """Build a model on the GPU, or else the CPU, and load its weights.
 
     dtype: of the weights. averaged: see `load_checkpoint`. Raises CheckpointError.
     """
-    identity = identify(config.model)
     device = pick_device(0)
     with torch.device("meta"):
         model = identity.spec.build(with_reference_attention(identity.args)).to(DTYPES[dtype])
