@@ -47,6 +47,7 @@ from torchtitan_like.monitor.garbage import GarbageCollection
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.plan_check import observe_plan
 from torchtitan_like.monitor.rows import RowCollector, RowFiles
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.start_clock import StartClock
@@ -63,7 +64,8 @@ from torchtitan_like.resilience.nonfinite import UpdateGate, holds_high_norms
 from torchtitan_like.resolved import RankRun, Run
 from torchtitan_like.util.credentials import mask_values
 from torchtitan_like.util.files import WriteFailures
-from torchtitan_like.util.modules import is_dotted, load_tool
+from torchtitan_like.util.modules import is_dotted
+from torchtitan_like.util.plan_file import settings_of
 from torchtitan_like.util.shards import local_positions
 
 if TYPE_CHECKING:
@@ -71,8 +73,6 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_run import Resilience
     from torchtitan_like.config.sections_training import Model
     from torchtitan_like.models.spec import ModelSpec
-
-PLAN_OBSERVER = "torchtitan_like.plan.plan_check:observe_plan"  # of rank 0
 
 Progress = TypeVar("Progress")  # what the run has trained on; the planner counts steps
 
@@ -433,6 +433,12 @@ def build_metrics(run: RankRun, *, sources: Sequence[str], expert_layers: list[i
         log_freq=section.log_freq,
         last_step=config.training.steps,
     )
-    if world.rank == 0 and (observe := load_tool(PLAN_OBSERVER)(run)):
-        metrics.observers.append(observe)
+    if world.rank == 0:
+        settings = settings_of(run.tables, world.size)
+        measures_memory = world.device.type == "cuda"
+        observe = observe_plan(
+            attempt, config.job.config_file, settings, measures_memory=measures_memory
+        )
+        if observe is not None:
+            metrics.observers.append(observe)
     return metrics

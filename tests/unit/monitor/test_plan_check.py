@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_like.plan.plan_check import PlanCheck, find_plan
+from torchtitan_like.monitor.plan_check import PlanCheck, find_plan
 from torchtitan_like.util.files import WriteFailures
 from torchtitan_like.util.plan_file import PlanFile, read_plan, write_plan
 

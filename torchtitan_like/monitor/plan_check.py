@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torchtitan_like.monitor.attempt import Attempt
 from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.rows import Row
 from torchtitan_like.util.files import WriteFailures
@@ -23,12 +24,8 @@ from torchtitan_like.util.plan_file import (
     differences,
     event_fields,
     read_plan,
-    settings_of,
     write_plan,
 )
-
-if TYPE_CHECKING:
-    from torchtitan_like.resolved import RankRun
 
 
 class PlanCheck:
@@ -75,17 +72,16 @@ class PlanCheck:
             )
 
 
-def observe_plan(run: RankRun) -> Callable[[list[Row]], None] | None:
+def observe_plan(
+    attempt: Attempt, config_file: str | None, settings: dict[str, Any], *, measures_memory: bool
+) -> Callable[[list[Row]], None] | None:
     """Return an observer that compares a run with its plan; None if it has no plan.
 
-    `build.build_metrics` calls this by name on rank 0.
+    settings: of the run, see `plan_file.settings_of`. measures_memory: see `PlanCheck`.
     """
-    config, attempt = run.config, run.attempt
-    settings = settings_of(config.model_dump(exclude_none=True), run.world.size)
-    plan = find_plan(attempt.run, config.job.config_file, settings, attempt.failures)
+    plan = find_plan(attempt.run, config_file, settings, attempt.failures)
     if plan is None:
         return None
-    measures_memory = run.world.device.type == "cuda"
     return PlanCheck(plan, attempt.event, measures_memory=measures_memory).observe
 
 
