@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.fields import settings_of
-from torchtitan_like.config.problems import NO_EFFECT, Problem
+from torchtitan_like.config.problems import Problem, no_effect_warning
 from torchtitan_like.extensions.user_code import ExtensionError
 from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.suggestions import did_you_mean
@@ -49,21 +49,17 @@ def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Prob
         yield from _check_effect(config, key, source, section)
     for key in (f"{section}.dataset", f"{section}.dataset_path"):
         if config.is_set(key) and config.layer_of(key) >= config.layer_of(table):
-            yield _no_effect(key, f"[{table}] names the dataset", table)
-
-
-def _no_effect(key: str, reason: str, *involves: str) -> Problem:
-    return Problem(key, None, f"{NO_EFFECT}: {reason}", severity="warning", involves=involves)
+            yield no_effect_warning(key, f"[{table}] names the dataset", table)
 
 
 def _check_loader(config: JobConfig, section: str) -> Iterator[Problem]:
     loader = config.value_of(f"{section}.dataloader")
     if loader.pin_memory:
         reason = "batches are copied to a GPU through page-locked memory either way"
-        yield _no_effect(f"{section}.dataloader.pin_memory", reason)
+        yield no_effect_warning(f"{section}.dataloader.pin_memory", reason)
     if loader.persistent_workers and loader.num_workers and section == "training":
         reason = "workers of the training dataset live as long as the run"
-        yield _no_effect("training.dataloader.persistent_workers", reason)
+        yield no_effect_warning("training.dataloader.persistent_workers", reason)
 
 
 def _check_named_dataset(config: JobConfig, section: str, table: str) -> Iterator[Problem]:
@@ -99,10 +95,10 @@ def _check_effect(
             continue
         for need in setting.needs:
             if not need.is_met(config.value_of(need.key), config):
-                yield _no_effect(setting.key, f"it needs {need}", need.key)
+                yield no_effect_warning(setting.key, f"it needs {need}", need.key)
         if section == "validation" and name in MIXTURE_SETTINGS:
             reason = "each validation source is read once and has its own loss"
-            yield _no_effect(setting.key, reason)
+            yield no_effect_warning(setting.key, reason)
 
 
 def _check_user_source(key: str, source: DataSource, settings: Settings) -> Iterator[Problem]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
-from torchtitan_like.config.problems import NO_EFFECT, ConfigError, Problem
+from torchtitan_like.config.problems import ConfigError, Problem, no_effect_warning
 from torchtitan_like.models.argument_rules import unsupported_attention, unsupported_backend
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.util.reading import read_json
@@ -60,8 +60,7 @@ def read_sizes(config: JobConfig) -> tuple[JobConfig, list[Problem]]:
         Problem(HF_ASSETS, None, f"{file} {note}", severity="warning") for note in model.notes
     ]
     if config.is_set("model.flavor"):
-        effect = f"{NO_EFFECT}: {file} sets it"
-        warnings.append(Problem("model.flavor", None, effect, severity="warning"))
+        warnings.append(no_effect_warning("model.flavor", f"{file} sets it"))
     located = [config.locate(problem) for problem in warnings]
     return config.with_sizes(model.flavor, model.args, str(file)), located
 

@@ -55,6 +55,11 @@ class Problem:
         return f"{origin}{setting}{expected}" + (f" -> {remedy}" if remedy else "")
 
 
+def no_effect_warning(key: str, reason: str, *involves: str) -> Problem:
+    """Return the warning that a setting has no effect in this run. involves: see `Problem`."""
+    return Problem(key, None, f"{NO_EFFECT}: {reason}", severity="warning", involves=involves)
+
+
 Subject = TypeVar("Subject")
 
 

@@ -19,7 +19,7 @@ from torchtitan_like.check.rules.keys import (
 )
 from torchtitan_like.config import JobConfig, Problem
 from torchtitan_like.config.fields import all_settings
-from torchtitan_like.config.problems import NO_EFFECT, Rule
+from torchtitan_like.config.problems import NO_EFFECT, Rule, no_effect_warning
 from torchtitan_like.config.schema import job_config
 
 
@@ -37,14 +37,7 @@ def find_idle_settings(config: JobConfig, *, every_layer: bool = False) -> Itera
         for need in setting.needs:
             is_later = config.layer_of(key) > config.layer_of(need.key)
             if not need.is_met(config.value_of(need.key), config) and (is_later or every_layer):
-                yield Problem(
-                    key,
-                    config.value_of(key),
-                    f"{NO_EFFECT}: it needs {need}",
-                    origin=config.origin_of(key),
-                    severity="warning",
-                    involves=(need.key,),
-                )
+                yield config.locate(no_effect_warning(key, f"it needs {need}", need.key))
                 break
 
 
