@@ -252,9 +252,9 @@ class TrainBatches:
         If all differences are allowed, every source continues after its last sample, and the
         mixture pattern restarts.
         """
-        position, counts = int(state["position"]), _counts_of(state)
+        position, counts = state["position"], state["counts"]
         self.changes = self.check_state(state)
-        self.order.start_at(_origin_of(state))
+        self.order.start_at(Origin(**state["origin"]))
         if self.changes:
             logger.warning(
                 "The data changed since the checkpoint, as data.allow_change permits: "
@@ -263,7 +263,7 @@ class TrainBatches:
             )
             self.order.start_at(Origin(position, counts))
         for key, stream in self._streams.items():
-            stream.go_to(*state.get("cursors", {}).get(key, (0, counts.get(key, 0))))
+            stream.go_to(*state["cursors"].get(key, (0, counts.get(key, 0))))
         self._go_to(position)
 
     def check_state(self, state: Mapping[str, Any]) -> list[str]:
@@ -271,13 +271,12 @@ class TrainBatches:
 
         Raises DataMismatch if any difference is not allowed.
         """
-        position, counts = int(state["position"]), _counts_of(state)
         saved, current = dict(state["fingerprint"]), dict(self.fingerprint)
         if saved == current:
             # Settings outside the fingerprint, such as max_epochs, may have moved earlier samples.
-            saved["samples read"] = dict(counts)
-            order = self.order.with_origin(_origin_of(state))
-            current["samples read"] = order.counts_at(position)
+            saved["samples read"] = state["counts"]
+            order = self.order.with_origin(Origin(**state["origin"]))
+            current["samples read"] = order.counts_at(state["position"])
         differing = _differing_keys(saved, current)
         refused = [
             key
@@ -370,16 +369,6 @@ def _differing_keys(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[st
     return [
         key for key in sorted({*one, *other}) if one.get(key, missing) != other.get(key, missing)
     ]
-
-
-def _counts_of(state: Mapping[str, Any]) -> Mapping[str, int]:
-    """Return the samples read of each source. States without mixtures have one unnamed source."""
-    return dict(state.get("counts", {"": int(state["position"])}))
-
-
-def _origin_of(state: Mapping[str, Any]) -> Origin:
-    origin = state.get("origin", {"position": 0, "counts": {}})
-    return Origin(int(origin["position"]), origin["counts"])
 
 
 # ---- validation
