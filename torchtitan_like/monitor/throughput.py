@@ -319,34 +319,3 @@ def hfu(
     """
     model = mfu(flops_per_token, tps, peak)
     return None if model is None else model * num_passes / 3.0
-
-
-def estimate_tflops(
-    params_billion: float,
-    num_passes: float,
-    seq_len: int,
-    global_batch_size: int,
-    seconds: float,
-    num_devices: int,
-) -> float:
-    """Estimate TFLOP/s per device from 2 FLOPs per parameter, token and pass, without attention.
-
-    `params_B * num_passes * 2 * seq * GBS / (seconds * devices * 1e3)`. 3 passes give model FLOPs,
-    4 hardware FLOPs with full recomputation (Megatron-LM, Narayanan et al. 2021).
-    """
-    return (
-        params_billion
-        * num_passes
-        * 2
-        * seq_len
-        * global_batch_size
-        / (seconds * num_devices * 1e3)
-    )
-
-
-def forward_flops_per_layer(batch_size: int, seq_len: int, dim: int) -> int:
-    """Return the FLOPs of one layer's forward, `24 B s h^2 + 4 B s^2 h` (Narayanan et al. 2021).
-
-    For a multi-head layer with a feed-forward of 4 h and attention to all positions.
-    """
-    return 24 * batch_size * seq_len * dim**2 + 4 * batch_size * seq_len**2 * dim

@@ -86,24 +86,14 @@ def test_full_recomputation_increases_hfu_by_a_third() -> None:
     assert throughput.hfu(1e9, 1000, None) is None
 
 
-def test_estimate_in_tflops_per_device() -> None:
-    # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices; with 3 and 4 passes
-    expected = 8 * 3 * 2 * 4096 * 2048 / (40 * 256 * 1e3)
-    assert (
-        throughput.estimate_tflops(8, 3, 4096, 2048, 40, 256)
-        == pytest.approx(expected)
-        == pytest.approx(39.32, abs=0.01)
-    )
-    assert throughput.estimate_tflops(8, 4, 4096, 2048, 40, 256) == pytest.approx(expected * 4 / 3)
-
-
-def test_forward_flops_per_layer() -> None:
-    batch, seq, dim = 2, 8, 16
-    attention_projections = 2 * batch * seq * dim * (4 * dim)  # q, k, v, o
-    mlp_projections = 2 * batch * seq * dim * (8 * dim)  # two of size 4 * dim
-    attention = 2 * 2 * batch * seq * seq * dim  # scores, and scores times values
-    expected = attention_projections + mlp_projections + attention
-    assert throughput.forward_flops_per_layer(batch, seq, dim) == expected
+def test_utilization_equals_the_estimate_of_megatron() -> None:
+    """2 FLOPs per parameter, token and pass (Narayanan et al. 2021); 4 passes with recomputation."""
+    # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices of 100 TFLOP/s.
+    model_tflops, hardware_tflops = (8 * k * 2 * 4096 * 2048 / (40 * 256 * 1e3) for k in (3, 4))
+    tps = 4096 * 2048 / (40 * 256)
+    assert model_tflops == pytest.approx(39.32, abs=0.01)
+    assert throughput.mfu(6 * 8e9, tps, 1e14) == pytest.approx(model_tflops)
+    assert throughput.hfu(6 * 8e9, tps, 1e14) == pytest.approx(hardware_tflops)
 
 
 def test_the_log_states_the_formula(caplog: pytest.LogCaptureFixture) -> None:
