@@ -27,13 +27,14 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.monitor.memory import cpu_model, resident_bytes
 from torchtitan_like.node.machine import host_name
 from torchtitan_like.node.ranks import join_ranks, launched_ranks
-from torchtitan_like.plan.clusters import cluster_text, load_cluster
+from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.durations import NETWORK_SHARE, fill_share, sent_bytes, traffic
-from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, gpu_text, load_gpu
+from torchtitan_like.plan.gpus import COLLECTIVES, Gpu, load_gpu
 from torchtitan_like.plan.record import Progress, Recorder
 from torchtitan_like.resilience.end import end_process
 from torchtitan_like.util.files import write_atomically
@@ -645,7 +646,29 @@ def files_of(measured: Measured, gpu: Gpu | None, output: Path) -> dict[Path, st
         )
         network = "that of the network is " + ("assumed" if gb_s is None else "here")
     comment = f"{made}. Its rates are in {device_path.name}, {network}."
-    return {device_path: gpu_text(device, f"{made}."), output: cluster_text(cluster, comment)}
+    return {
+        device_path: description_text(device, f"{made}."),
+        output: description_text(cluster, comment),
+    }
+
+
+def description_text(description: Gpu | Cluster, comment: str) -> str:
+    """Return the TOML of a GPU or a cluster. comment: its first lines, without "#"."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    tables = []
+    for name, value in vars(description).items():
+        if isinstance(value, Mapping):
+            rows = (f"{key} = {_toml(entry)}" for key, entry in value.items())
+            tables += ["", f"[{name}]", *rows] if value else []
+        elif name != "key":
+            lines.append(f"{name} = {_toml(value)}")
+    return "\n".join([*lines, *tables]) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, Mapping):
+        value = {key: list(each) for key, each in value.items()}
+    return toml_value(list(value) if isinstance(value, tuple) else value)
 
 
 # ---- command line

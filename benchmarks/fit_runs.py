@@ -20,13 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.calibrate import output_path, write_files
+from benchmarks.calibrate import description_text, output_path, write_files
 from torchtitan_like.check import load_for_command
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.plan.clusters import (
     DEFAULT_CLUSTER,
     Cluster,
-    cluster_text,
     load_cluster,
     upper_bound,
 )
@@ -253,7 +252,7 @@ def fitted_text(fitted: Fitted, output: Path, gpu_file: str) -> str:
         f"benchmarks/fit_runs.py has fitted {', '.join(fitted.constants)} to the steps of "
         "`fitted_rows`."
     )
-    return cluster_text(cluster, comment)
+    return description_text(cluster, comment)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan_like.monitor.throughput import PEAK_FLOPS
 from torchtitan_like.plan.descriptions import names_in
-from torchtitan_like.plan.gpus import FOLDER, gpu_text, load_gpu
+from torchtitan_like.plan.gpus import FOLDER, load_gpu
 
 
 @pytest.mark.parametrize("name", names_in(FOLDER))
@@ -70,10 +70,3 @@ def test_shares_are_at_most_1(line: str, wrong: str, message: str, tmp_path: Pat
     path.write_text(text)
     with pytest.raises(ValueError, match=message):
         load_gpu(str(path))
-
-
-def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
-    gpu = load_gpu("h100-80g")
-    path = tmp_path / "h100-80g.toml"
-    path.write_text(gpu_text(gpu, "of a data sheet"))
-    assert load_gpu(str(path)) == gpu

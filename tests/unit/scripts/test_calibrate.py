@@ -21,6 +21,7 @@ from benchmarks.calibrate import (
     _model_operators,
     describe_cpu,
     describe_gpu,
+    description_text,
     files_of,
     measure_machine,
     network_gb_s,
@@ -347,3 +348,10 @@ def test_bad_arguments_end_with_2_and_write_nothing(
         main(words.split())
     assert ended.value.code == 2 and message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["known.toml"]
+
+
+def test_a_description_is_read_as_it_was_written(tmp_path: Path) -> None:
+    gpu = load_gpu("h100-80g")
+    path = tmp_path / "h100-80g.toml"
+    path.write_text(description_text(gpu, "of a data sheet"))
+    assert load_gpu(str(path)) == gpu

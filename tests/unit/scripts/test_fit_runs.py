@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.calibrate import description_text
 from benchmarks.fit_runs import (
     MeasuredRun,
     Sample,
@@ -27,7 +28,7 @@ from torchtitan_like.config import JobConfig, dump_toml
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.plan.clusters import Cluster, load_cluster
 from torchtitan_like.plan.dry_run import DryRun
-from torchtitan_like.plan.gpus import gpu_text, load_gpu
+from torchtitan_like.plan.gpus import load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import step_time
 
@@ -135,7 +136,7 @@ def test_runs_of_a_known_cluster_give_its_constants_and_a_band(
     monkeypatch.chdir(tmp_path)
     Path("devices").mkdir()
     device = Path("devices/slow.toml")
-    device.write_text(gpu_text(SLOW, "made up"))
+    device.write_text(description_text(SLOW, "made up"))
     gpu = load_gpu(str(device))
     shapes = [(16, 256), (64, 32)]
     names = [f"run-{dim}" for dim, _ in shapes]
@@ -168,7 +169,7 @@ def test_one_run_keeps_the_band_of_its_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("slow.toml").write_text(gpu_text(SLOW, "made up"))
+    Path("slow.toml").write_text(description_text(SLOW, "made up"))
     write_run(Path("one"), 0.1)
     fit_main("one -o f.toml --gpu slow.toml".split())
     assert "matmul_factor = " in capsys.readouterr().out
@@ -182,7 +183,7 @@ def test_runs_that_cannot_be_used_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("slow.toml").write_text(gpu_text(SLOW, "made up"))
+    Path("slow.toml").write_text(description_text(SLOW, "made up"))
     write_run(Path("gpus"), 1.0, gpus=["NVIDIA H100"])
     write_run(Path("short"), 1.0)
     rows = [step_row(step, 1000.0 + step, step_s=1.0) for step in range(1, 9)]

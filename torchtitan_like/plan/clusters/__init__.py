@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 
-from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.plan.descriptions import create, names_in, read_description
 
 FOLDER = Path(__file__).parent
@@ -110,13 +109,3 @@ def with_mean_factor(clusters: Sequence[Cluster]) -> Cluster:
         name=f"{default.name}, as fast as {names}",
         matmul_factor=round(factor, 3),
     )
-
-
-def cluster_text(cluster: Cluster, comment: str) -> str:
-    """Return the TOML text that `load_cluster` reads. comment: its first lines, without "#"."""
-    lines = [f"# {line}" for line in comment.splitlines()]
-    for name, value in vars(cluster).items():
-        if name != "key":
-            text = toml_value(list(value) if isinstance(value, tuple) else value)
-            lines.append(f"{name} = {text}")
-    return "\n".join(lines) + "\n"

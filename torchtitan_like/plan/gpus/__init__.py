@@ -8,7 +8,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.plan.descriptions import create, read_description
 
 FOLDER = Path(__file__).parent
@@ -117,22 +116,3 @@ def _checked(
                 f"{label} {key} = {values!r}. Expected {size} numbers, 0 or above: correct it"
             )
     return {key: tuple(map(float, values)) for key, values in table.items()}
-
-
-def gpu_text(gpu: Gpu, comment: str) -> str:
-    """Return the TOML text that `load_gpu` reads. comment: its first lines, without "#"."""
-    lines = [f"# {line}" for line in comment.splitlines()]
-    tables = []
-    for name, value in vars(gpu).items():
-        if isinstance(value, Mapping):
-            rows = (f"{key} = {_value(entry)}" for key, entry in value.items())
-            tables += ["", f"[{name}]", *rows] if value else []
-        elif name != "key":
-            lines.append(f"{name} = {_value(value)}")
-    return "\n".join([*lines, *tables]) + "\n"
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, Mapping):
-        value = {key: list(each) for key, each in value.items()}
-    return toml_value(list(value) if isinstance(value, tuple) else value)
