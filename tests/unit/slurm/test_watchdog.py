@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like.report import disk
 from torchtitan_like.report.disk import newest_checkpoint
 from torchtitan_like.report.state import find_state
 from torchtitan_like.slurm import watchdog
 from torchtitan_like.util.exit_codes import ExitCode
-from torchtitan_like.util.run_directory import RunEnd, write_exit
+from torchtitan_like.util.run_directory import RunEnd, steps_below, write_exit
 
 NOW = 1_000_000.0
 
@@ -143,7 +144,6 @@ def test_a_concurrently_deleted_checkpoint_is_ignored(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = newest_checkpoint(run)
-    glob = Path.glob
-    deleted = run / "checkpoint/step-1/manifest.json"
-    monkeypatch.setattr(Path, "glob", lambda folder, pattern: [deleted, *glob(folder, pattern)])
+    steps = [(1, run / "checkpoint/step-1"), *steps_below(run)]
+    monkeypatch.setattr(disk, "steps_below", lambda _: steps)
     assert expected is not None and newest_checkpoint(run) == expected
