@@ -60,7 +60,7 @@ from torchtitan_like.plan.fusion import fused_memory
 from torchtitan_like.plan.gpus import Gpu, load_gpu
 from torchtitan_like.plan.record import Recording
 from torchtitan_like.plan.timeline import message_seconds, pipeline_ends, play_all, step_time
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 from torchtitan_like.util.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -256,7 +256,7 @@ def recordings(row: Row, shape: Shape, cache: Path, *, may_run: bool = True) -> 
             raise KeyError("not recorded: run the command `record`")
         config = load(row, shape)
         num_ranks = world_size(row)
-        ranks = ranks_of_stages(resolve(config, num_ranks).dims)
+        ranks = ranks_of_stages(resolve_layout(config, num_ranks).dims)
         start = time.monotonic()
         with code_of(row):
             recorded = record_ranks(config, num_ranks, ranks, num_steps=1)

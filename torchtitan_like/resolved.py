@@ -8,16 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from torchtitan_like.check.context import RunContext, build_context
+from torchtitan_like.check.model_checks import check_model
 from torchtitan_like.config import dump_toml
 from torchtitan_like.config.layers import by_key
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
-from torchtitan_like.models.spec import (
-    ModelSpec,
-    describe_size,
-    get_spec,
-    has_experts,
-    resolve_args,
-)
+from torchtitan_like.models.spec import ModelSpec, describe_size, has_experts
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import log_file
 
@@ -157,10 +153,16 @@ def _facts_of(run: RankRun, data: str, first_step: int) -> str:
     return "\n         ".join(f"{name:<6}  {fact}" for name, fact in facts.items())
 
 
-def resolve(config: JobConfig, world_size: int) -> Run:
-    """Resolve a configuration that `check` has accepted for this number of ranks."""
-    spec = get_spec(config.model.name)
-    args = resolve_args(spec, config.model.flavor, config.model.args)
+def resolve_layout(config: JobConfig, world_size: int) -> Run:
+    """Resolve another layout of a configuration that `check` has accepted."""
+    spec, args, _ = check_model(config)
+    return resolve(build_context(config, world_size, spec, args))
+
+
+def resolve(checked: RunContext) -> Run:
+    """Return the run of a configuration that `check` has accepted for a number of ranks."""
+    config, spec, args, world_size = checked.config, checked.spec, checked.args, checked.world_size
+    assert spec is not None and world_size is not None
     is_moe = has_experts(spec, args)
     dims, errors = resolve_degrees(config.parallelism, world_size, has_experts=is_moe)
     assert dims is not None, errors  # `check` has reported these

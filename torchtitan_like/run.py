@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_like.build import attach, build_checkpointer
-from torchtitan_like.check import DeviceType, load_checked
+from torchtitan_like.check import DeviceType, check_loaded, load_with_files
 from torchtitan_like.check.offload_memory import host_memory_need
 from torchtitan_like.checkpoint.changes import check_finished
 from torchtitan_like.config import ConfigError, JobConfig
@@ -106,10 +106,13 @@ def main(
 
 def resolve_run(argv: Sequence[str] | CommandLine, world_size: int) -> Run:
     """Load, check and resolve the configuration. Raises ConfigError with all problems."""
-    config, warnings = load_checked(argv, world_size, training=True, device_type=look_for_device)
+    loaded = load_with_files(argv, training=True)
+    config = loaded.config
+    device_type = look_for_device(config)
+    context, warnings = check_loaded(loaded, world_size, training=True, device_type=device_type)
     for warning in warnings:
         logger.warning(str(warning))
-    run = resolve(config, world_size)
+    run = resolve(context)
     num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # if unknown, 1 as in the check
     num_shards = world_size // config.parallelism.data_parallel_replicate_degree
     if need := host_memory_need(config, run.spec.num_params(run.args), num_shards, num_ranks):

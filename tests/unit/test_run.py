@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from torchtitan_like import run
-from torchtitan_like.check import load_checked
-from torchtitan_like.run import full_key, look_for_device, resolve_run
+from torchtitan_like.run import full_key, resolve_run
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,7 @@ def test_launch_blocking_is_set_before_the_first_use_of_a_gpu(
     monkeypatch.setattr(
         torch.cuda, "is_available", lambda: values.append(os.environ["CUDA_LAUNCH_BLOCKING"])
     )
-    load_checked(["--training.steps=1000", option], 1, training=True, device_type=look_for_device)
+    resolve_run(["--training.steps=1000", option], 1)
     assert values == [expected]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from torchtitan_like.check.environment import (
     check_torch,
 )
 from torchtitan_like.check.model_checks import (
+    CheckedModel,
     check_attention,
     check_model,
     check_parameter_patterns,
@@ -42,10 +43,12 @@ if TYPE_CHECKING:
 class Loaded(NamedTuple):
     """A configuration that was read and whose files were checked.
 
-    problems: found so far. faulty: the keys of refused values, which have their defaults.
+    problems: found so far, without those of the model. faulty: the keys of refused values, which
+    have their defaults.
     """
 
     config: JobConfig
+    model: CheckedModel
     problems: list[Problem]
     faulty: frozenset[str]
 
@@ -55,29 +58,27 @@ def load_checked(
     world_size: int | None,
     *,
     training: bool,
-    device_type: DeviceType | Callable[[JobConfig], DeviceType] | None = None,
+    device_type: DeviceType | None = None,
 ) -> tuple[JobConfig, list[Problem]]:
     """Import the user's extensions, then load the configuration and check all of it.
 
-    Returns the configuration and warnings.
-
-    device_type: see `check_config`; or a function that detects the device from the configuration.
+    Returns the configuration and warnings. world_size, training, device_type: see `check_config`.
 
     Raises ConfigError with the problems of loading and of checking. So a misspelled key does not
     hide a missing tokenizer.
     """
-    command_line = argv if isinstance(argv, CommandLine) else CommandLine(argv)
-    loaded = load_with_files(command_line, training=training)
-    device = device_type(loaded.config) if callable(device_type) else device_type
-    return check_loaded(loaded, world_size, training=training, device_type=device)
+    loaded = load_with_files(argv, training=training)
+    run, warnings = check_loaded(loaded, world_size, training=training, device_type=device_type)
+    return run.config, warnings
 
 
-def load_with_files(command_line: CommandLine, *, training: bool) -> Loaded:
+def load_with_files(argv: Sequence[str] | CommandLine, *, training: bool) -> Loaded:
     """Import the user's extensions, load the configuration, and check the files that it names.
 
     The files of a `CheckedCommandLine` are not read again. Raises ConfigError if there is no
     configuration to check.
     """
+    command_line = argv if isinstance(argv, CommandLine) else CommandLine(argv)
     problems = list(command_line.import_extensions())
     # Names and sections of a module that cannot be imported are unknown.
     faulty = frozenset(problem.key for problem in problems)
@@ -91,15 +92,16 @@ def load_with_files(command_line: CommandLine, *, training: bool) -> Loaded:
         config = error.partial
         faulty |= error.faulty
     if command_line.is_checked:
-        return Loaded(config, problems, faulty)
+        return Loaded(config, check_model(config), problems, faulty)
     try:
         config, warnings = read_sizes(config)
         problems += warnings
     except ConfigError as error:
         problems += error.problems
         faulty |= {"model.flavor"}  # its checks would report the same cause
-    problems += _independent(check_files(config, training=training), faulty)
-    return Loaded(config, problems, faulty)
+    model = check_model(config)
+    problems += _independent(check_files(config, model, training=training), faulty)
+    return Loaded(config, model, problems, faulty)
 
 
 def check_loaded(
@@ -108,17 +110,18 @@ def check_loaded(
     *,
     training: bool,
     device_type: DeviceType | None = None,
-) -> tuple[JobConfig, list[Problem]]:
-    """Check all that is no file. Returns the configuration and all warnings.
+) -> tuple[RunContext, list[Problem]]:
+    """Check all that is no file. Returns the facts about the run, and all warnings.
 
     world_size, training, device_type: see `check_config`. Raises ConfigError with all problems.
     """
-    config, _, faulty = loaded
-    found = check_settings(config, world_size, training=training, device_type=device_type)
-    problems = merge_no_effect([*loaded.problems, *_independent(found, faulty)])
+    config, model, problems, faulty = loaded
+    run = build_context(config, world_size, model.spec, model.args, device_type)
+    found = check_settings(run, model.problems, training=training)
+    problems = merge_no_effect([*problems, *_independent(found, faulty)])
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
-    return config, problems
+    return run, problems
 
 
 def load_for_command(
@@ -167,27 +170,26 @@ def check_config(
     training: missing files, and features that are not available yet, are errors; else warnings.
     device_type: None skips the checks that depend on the hardware.
     """
+    model = check_model(config)
+    run = build_context(config, world_size, model.spec, model.args, device_type)
     return [
-        *check_settings(config, world_size, training=training, device_type=device_type),
-        *check_files(config, training=training),
+        *check_settings(run, model.problems, training=training),
+        *check_files(config, model, training=training),
     ]
 
 
 def check_settings(
-    config: JobConfig, world_size: int | None, *, training: bool, device_type: DeviceType | None
+    run: RunContext, problems_of_model: Iterable[Problem], *, training: bool
 ) -> list[Problem]:
     """Return the problems of the settings with the model, the number of ranks and the device."""
-    spec, args, problems = check_model(config)
-    run = build_context(config, world_size, spec, args, device_type)
-    problems += _find_problems(run, training)
-    return [*_settle(config, problems, training), *find_idle_settings(config)]
+    problems = [*problems_of_model, *_find_problems(run, training)]
+    return [*_settle(run.config, problems, training), *find_idle_settings(run.config)]
 
 
-def check_files(config: JobConfig, *, training: bool) -> list[Problem]:
+def check_files(config: JobConfig, model: CheckedModel, *, training: bool) -> list[Problem]:
     """Return the problems of the files and folders that a configuration names on this machine."""
-    spec, args, _ = check_model(config)
     problems = [
-        *check_tokenizer(build_context(config, None, spec, args)),
+        *check_tokenizer(config, model),
         *check_datasets(config),
         *check_folders(config),
         *check_initial_checkpoint(config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
@@ -75,19 +75,27 @@ def _find_spec(config: JobConfig) -> tuple[ModelSpec | None, list[Problem]]:
         return None, [Problem("model.name", None, expected, involves=involves)]
 
 
-def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]]:
-    """Return the model and its sizes (None, None if there is no such model), and the problems."""
+class CheckedModel(NamedTuple):
+    """The model of a configuration and its sizes; None and None if `problems` are why not."""
+
+    spec: ModelSpec | None
+    args: Any
+    problems: list[Problem]
+
+
+def check_model(config: JobConfig) -> CheckedModel:
+    """Find the model of a configuration, and resolve its sizes."""
     section = config.model
     spec, problems = _find_spec(config)
     if spec is None:
-        return None, None, problems
+        return CheckedModel(None, None, problems)
     if section.flavor not in spec.flavors:
         expected = f"a flavor of {section.name}: {', '.join(spec.flavors)}"
         remedy = did_you_mean(section.flavor, spec.flavors)
         problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
-        return None, None, [problem]
+        return CheckedModel(None, None, [problem])
     try:
-        return spec, resolve_args(spec, section.flavor, section.args), []
+        return CheckedModel(spec, resolve_args(spec, section.flavor, section.args), [])
     except ValueError as error:
         problems = [
             Problem(
@@ -98,7 +106,7 @@ def check_model(config: JobConfig) -> tuple[ModelSpec | None, Any, list[Problem]
             )
             for line in str(error).splitlines()
         ]
-        return None, None, problems
+        return CheckedModel(None, None, problems)
 
 
 def check_attention(run: RunContext) -> Iterator[Problem]:
@@ -197,9 +205,8 @@ def parameter_names(run: RunContext) -> tuple[list[str], list[str]]:
     return templates, names
 
 
-def check_tokenizer(run: RunContext) -> Iterator[Problem]:
+def check_tokenizer(config: JobConfig, model: CheckedModel) -> Iterator[Problem]:
     """Check that the tokenizer exists and is readable, and that the vocabulary has all its ids."""
-    config = run.config
     key = "model.tokenizer_path" if config.model.tokenizer_path else HF_ASSETS
     path = Path(config.model.tokenizer_folder)
     if config.model.tokenizer_path:
@@ -216,10 +223,11 @@ def check_tokenizer(run: RunContext) -> Iterator[Problem]:
 
     try:
         tokenizer = load_tokenizer(path)
-        if vocab_size := run.size("vocab_size"):
+        limits = model.spec.constraints(model.args) if model.spec else {}
+        if limits.get("vocab_size"):
             check_vocabulary(
                 tokenizer,
-                vocab_size,
+                limits["vocab_size"],
                 add_bos=config.data.add_bos and config.reads_text,
                 add_eos=config.data.add_eos and config.reads_text,
             )

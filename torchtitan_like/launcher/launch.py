@@ -201,15 +201,14 @@ def load_for_ranks(
     """
     from torchtitan_like.check import check_loaded, in_command, load_with_files
     from torchtitan_like.config import ConfigError, handover
-    from torchtitan_like.config.loader import CommandLine
     from torchtitan_like.config.problems import report
 
     shown = None
     try:
         with in_command():
-            loaded = load_with_files(CommandLine(settings), training=True)
+            loaded = load_with_files(settings, training=True)
             for nodes in range(plan.min_nodes, plan.max_nodes + 1):
-                config, warnings = check_loaded(
+                _, warnings = check_loaded(
                     loaded,
                     plan.num_ranks * nodes,
                     training=True,
@@ -220,7 +219,7 @@ def load_for_ranks(
                     show_error(shown)
     except ConfigError as error:
         raise LaunchError(str(error), ExitCode.BAD_CONFIG) from error
-    return config, handover.encode(config, loaded.problems)
+    return loaded.config, handover.encode(loaded.config, loaded.problems)
 
 
 def command_of_ranks(python: str, plan: Launch, folder: Path) -> list[str]:

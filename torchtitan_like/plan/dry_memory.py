@@ -17,7 +17,7 @@ from torchtitan_like.plan.dry_run import (
 from torchtitan_like.plan.gpus import DEFAULT_GPU, Gpu, load_gpu
 from torchtitan_like.plan.ledger import RankMemory, memory_of
 from torchtitan_like.plan.record import Progress
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 
 
 def memory_lines(config: JobConfig, world_size: int) -> Iterator[str]:
@@ -56,7 +56,7 @@ def dry_runs(
 
     Raises RuntimeError if the configuration does not train.
     """
-    ranks = ranks_of_stages(resolve(config, world_size).dims)
+    ranks = ranks_of_stages(resolve_layout(config, world_size).dims)
     chosen = ranks if stages is None else [ranks[stage] for stage in stages]
     runs = record_ranks(config, world_size, chosen, progress=progress, **options_of(gpu))
     return list(runs.values())

@@ -38,7 +38,7 @@ from torchtitan_like.plan.fake import (
 )
 from torchtitan_like.plan.gpus import Gpu
 from torchtitan_like.plan.record import Progress, Recorder, Recording
-from torchtitan_like.resolved import Run, resolve
+from torchtitan_like.resolved import Run, resolve_layout
 from torchtitan_like.step import StepRunner
 from torchtitan_like.util.host import num_cores
 from torchtitan_like.util.plan_file import ModuleBytes
@@ -76,7 +76,7 @@ def record_rank(
     device_type: "dryrun" takes the code paths of a GPU, "cpu" those of a CPU rank.
     matmul_workspace: see `Recorder`.
     """
-    run = resolve(_as_dry_run(config), world_size)
+    run = resolve_layout(_as_dry_run(config), world_size)
     dims = run.dims
     recorder = Recorder(device_type, matmul_workspace)
     device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)

@@ -30,7 +30,7 @@ from torchtitan_like.plan.layouts import GLOBAL_BATCH, Layout, Space, apply, wit
 from torchtitan_like.plan.plan_report import needed_gib
 from torchtitan_like.plan.record import Mark
 from torchtitan_like.plan.timeline import Played, message_seconds, pipeline_ends, play_all
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 from torchtitan_like.util.units import GIB
 
 # Layers of each stage at the two depths.
@@ -104,7 +104,7 @@ def jobs_of(layout: Layout, space: Space, depth: Depth, gpu: Gpu, num_steps: int
             },
         )
     options = {**options_of(gpu), "num_steps": num_steps}
-    dims = resolve(config, space.world_size).dims
+    dims = resolve_layout(config, space.world_size).dims
     return [Job(config, space.world_size, rank, options) for rank in ranks_to_run(dims, layout)]
 
 

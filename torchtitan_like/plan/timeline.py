@@ -19,7 +19,7 @@ from torchtitan_like.plan.dry_run import DryRun
 from torchtitan_like.plan.durations import collective_seconds, durations, is_message, mfu_peak
 from torchtitan_like.plan.gpus import FLASH_ATTENTION, Gpu
 from torchtitan_like.plan.record import COMPUTE, Recording, WorkItem
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 
 Part = Literal[
     "matrix products",
@@ -117,7 +117,7 @@ def step_time(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clus
     total = ends[slowest]
     parts = plays[slowest].parts.copy()
     parts["bubble"] = total - plays[slowest].seconds
-    run = resolve(config, dims.world_size)
+    run = resolve_layout(config, dims.world_size)
     num_gpus = dims.world_size * config.fault_tolerance.share[1]
     tokens = run.geometry.global_batch_size * config.training.seq_len / num_gpus / total
     return StepTime(

@@ -44,7 +44,7 @@ def test_a_rank_gets_the_warnings_of_its_launcher(monkeypatch: pytest.MonkeyPatc
 
 def test_a_rank_checks_its_device_and_not_the_files(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["--training.dataset_path", "/nowhere", "--training.enable_cpu_offload"]
-    problems = load_with_files(CommandLine(words), training=True).problems
+    problems = load_with_files(words, training=True).problems
     assert "training.dataset_path" in [problem.key for problem in problems]
     command_line = hand_over(*words, monkeypatch=monkeypatch)
     with pytest.raises(ConfigError) as caught:

@@ -26,7 +26,7 @@ from torchtitan_like.plan.ledger import memory_of
 from torchtitan_like.plan.plan_report import needed_gib
 from torchtitan_like.plan.search import space_of
 from torchtitan_like.plan.timeline import step_time
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 from torchtitan_like.util.units import MIB
 
 CONFIGS = Path(__file__).resolve().parents[3] / "train_configs"
@@ -97,7 +97,7 @@ def test_ranks_have_the_first_a_middle_and_the_last_stage() -> None:
     given = space(12)
     layout = replace(PIPELINE, pp=4)
     config = apply(layout, replace(given, world_size=8))
-    dims = resolve(config, 8).dims
+    dims = resolve_layout(config, 8).dims
     assert ranks_to_run(dims, layout) == [0, 2, 6]
     interleaved = replace(layout, pipeline=Pipeline("Interleaved1F1B", 2))
     assert ranks_to_run(dims, interleaved) == [0, 6]
@@ -123,7 +123,7 @@ def compare(layout: Layout, layers: int) -> None:
 
     config = apply(layout, given)
     options = {"matmul_workspace": round(GPU.cublas_workspace_mib * MIB)}
-    ranks = ranks_of_stages(resolve(config, 2).dims)
+    ranks = ranks_of_stages(resolve_layout(config, 2).dims)
     whole = run([Job(config, 2, rank, options) for rank in ranks])
     time = step_time(whole, config, GPU, CLUSTER)
     assert not extended.is_full
