@@ -12,8 +12,8 @@ from torchtitan_like.check.context import RunContext, build_context
 from torchtitan_like.check.model_checks import check_model
 from torchtitan_like.config import dump_toml
 from torchtitan_like.config.layers import by_key
-from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
-from torchtitan_like.models.spec import ModelSpec, describe_size, has_experts
+from torchtitan_like.distributed.dims import ParallelDims
+from torchtitan_like.models.spec import ModelSpec, describe_size
 from torchtitan_like.util.output import on_screen
 from torchtitan_like.util.run_directory import log_file
 
@@ -161,11 +161,8 @@ def resolve_layout(config: JobConfig, world_size: int) -> Run:
 
 def resolve(checked: RunContext) -> Run:
     """Return the run of a configuration that `check` has accepted for a number of ranks."""
-    config, spec, args, world_size = checked.config, checked.spec, checked.args, checked.world_size
-    assert spec is not None and world_size is not None
-    is_moe = has_experts(spec, args)
-    dims, errors = resolve_degrees(config.parallelism, world_size, has_experts=is_moe)
-    assert dims is not None, errors  # `check` has reported these
+    config, spec, args, dims = checked.config, checked.spec, checked.args, checked.dims
+    assert spec is not None and checked.is_resolved, checked.degree_errors
     training = config.training
     num_data_ranks = dims.dp * config.fault_tolerance.share[1]
     per_micro_batch = training.local_batch_size * num_data_ranks

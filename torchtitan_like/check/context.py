@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
 from torchtitan_like.config.sections_scale import GRAPH_BACKENDS
-from torchtitan_like.distributed.dims import resolve_degrees
+from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
 from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.util.modules import is_dotted
@@ -31,8 +31,8 @@ USUAL_RANKS_OF_NODE = 8
 class RunContext:
     """The facts that the rules read.
 
-    world_size: None if the number of ranks is unknown. Then dp_shard = -1 counts as 1, and
-    `is_resolved` is False.
+    world_size: None if the number of ranks is unknown.
+    dims: with dp_shard = 1 unless `is_resolved`.
     spec, args: the model and its sizes; None if there is no such model.
     limits: `ModelSpec.constraints`.
     device_type, gpu_capability, local_world_size: None if unknown.
@@ -44,16 +44,8 @@ class RunContext:
     """
 
     config: JobConfig
-    world_size: int | None = None
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
-    expert_tp: int = 1
-    has_experts_mesh: bool = False
-    is_resolved: bool = False
+    world_size: int | None
+    dims: ParallelDims
     spec: ModelSpec | None = None
     args: Any = None
     limits: Mapping[str, int] | None = None
@@ -70,36 +62,36 @@ class RunContext:
         return self.config.parallelism
 
     @property
-    def dp(self) -> int:
-        """Ranks that read different samples."""
-        return self.dp_replicate * self.dp_shard
+    def is_resolved(self) -> bool:
+        """True if the degrees fit a known number of ranks."""
+        return self.world_size is not None and not self.degree_errors
 
     @property
     def num_weight_ranks(self) -> int:
         """Ranks that hold one weight, sharded or replicated; 0 if unknown."""
-        return self.dp * self.cp if self.is_resolved else 0
+        return self.dims.dp * self.dims.cp if self.is_resolved else 0
 
     @property
     def shards_weights(self) -> bool:
         """True if FSDP shards the weights over at least two ranks."""
-        return self.dp_shard * self.cp > 1
+        return self.dims.dp_shard * self.dims.cp > 1
 
     @property
     def divides_experts(self) -> bool:
         """True if a key asks for experts on other ranks than the other weights."""
-        return self.ep > 1 or self.expert_tp > 1
+        return self.parallelism.expert_parallel_degree > 1 or self.dims.expert_tp > 1
 
     @property
     def num_expert_ranks(self) -> int:
         """Ranks over which experts are distributed and sharded."""
-        return self.dp_shard * self.cp * self.tp // self.expert_tp
+        return self.dims.dp_shard * self.dims.cp * self.dims.tp // self.dims.expert_tp
 
     @property
     def expert_ranks_formula(self) -> str:
         """`num_expert_ranks` as a product of degrees."""
-        degrees = {"dp_shard": self.dp_shard, "cp": self.cp}
-        if self.expert_tp == 1:
-            degrees["tp"] = self.tp
+        degrees = {"dp_shard": self.dims.dp_shard, "cp": self.dims.cp}
+        if self.dims.expert_tp == 1:
+            degrees["tp"] = self.dims.tp
         return f"{' x '.join(degrees)} = {' x '.join(map(str, degrees.values()))}"
 
     @property
@@ -150,7 +142,7 @@ class RunContext:
     @property
     def num_data_ranks(self) -> int:
         """Ranks that read different samples, in all replica groups."""
-        return self.dp * self.config.fault_tolerance.share[1]
+        return self.dims.dp * self.config.fault_tolerance.share[1]
 
     @property
     def samples_per_pass(self) -> int:
@@ -160,7 +152,7 @@ class RunContext:
     @property
     def samples_per_micro_batch(self) -> int:
         """Samples that one rank computes at once."""
-        if self.pp > 1:
+        if self.dims.pp > 1:
             return self.parallelism.pipeline_parallel_microbatch_size
         return self.config.training.local_batch_size
 
@@ -191,13 +183,13 @@ class RunContext:
         """Pipeline micro-batches in a step. With a batch ramp, every step has a multiple."""
         local = self.config.training.local_batch_size * self.num_accumulated
         if ramp := self.config.training.batch_ramp:
-            local = math.gcd(local, *(size // self.dp for size in ramp[:2]))
+            local = math.gcd(local, *(size // self.dims.dp for size in ramp[:2]))
         return local // self.parallelism.pipeline_parallel_microbatch_size
 
     @property
     def rotate_method(self) -> str:
         """How attention reads the keys of a sharded sequence; "" without context parallelism."""
-        return self.parallelism.context_parallel_rotate_method if self.cp > 1 else ""
+        return self.parallelism.context_parallel_rotate_method if self.dims.cp > 1 else ""
 
     @property
     def has_document_masks(self) -> bool:
@@ -231,15 +223,15 @@ class RunContext:
     @property
     def sequence_shards(self) -> int:
         """Number of shards of a sequence."""
-        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
-        return tp * self.cp * (2 if self.shards_head_and_tail else 1)
+        tp = self.dims.tp if self.parallelism.enable_sequence_parallel else 1
+        return tp * self.dims.cp * (2 if self.shards_head_and_tail else 1)
 
     @property
     def sequence_shards_formula(self) -> str:
         """`sequence_shards` with its formula."""
-        tp = self.tp if self.parallelism.enable_sequence_parallel else 1
+        tp = self.dims.tp if self.parallelism.enable_sequence_parallel else 1
         halves = " x 2 (head and tail)" if self.shards_head_and_tail else ""
-        product = f"{tp} x {self.cp}{halves} = {self.sequence_shards}"
+        product = f"{tp} x {self.dims.cp}{halves} = {self.sequence_shards}"
         return f"tensor_parallel_degree x context_parallel_degree = {product}"
 
     @property
@@ -258,10 +250,7 @@ def build_context(
     parallelism = config.parallelism
     limits = spec.constraints(args) if spec else None
     has_experts = bool((limits or {}).get("n_experts"))
-    dims = None
-    errors: list[str] = []
-    if world_size is not None:
-        dims, errors = resolve_degrees(parallelism, world_size, has_experts=has_experts)
+    dims, errors = resolve_degrees(parallelism, world_size, has_experts=has_experts)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     # Only float8 depends on the compute capability, and asking for it initializes CUDA.
     needs_capability = device_type == "cuda" and FLOAT8 in config.model.converters
@@ -269,15 +258,7 @@ def build_context(
     return RunContext(
         config,
         world_size,
-        pp=parallelism.pipeline_parallel_degree,
-        dp_replicate=parallelism.data_parallel_replicate_degree,
-        dp_shard=dims.dp_shard if dims else 1,
-        cp=parallelism.context_parallel_degree,
-        tp=parallelism.tensor_parallel_degree,
-        ep=parallelism.expert_parallel_degree,
-        expert_tp=parallelism.expert_tensor_parallel_degree if has_experts else 1,
-        has_experts_mesh=dims is not None and dims.has_experts_mesh,
-        is_resolved=dims is not None,
+        dims,
         spec=spec,
         args=args,
         limits=limits,

@@ -114,7 +114,7 @@ def check_host_memory(run: RunContext) -> Iterator[Problem]:
     if run.spec is None or not run.is_resolved or run.device_type != "cuda":
         return
     num_params = run.spec.num_params(run.args)
-    num_shards = run.dp_shard * run.cp * run.tp * run.pp
+    num_shards = run.dims.world_size // run.dims.dp_replicate
     ranks_of_node = run.local_world_size or 1
     need = host_memory_need(run.config, num_params, num_shards, ranks_of_node)
     if need is None:

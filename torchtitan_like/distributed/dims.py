@@ -124,12 +124,13 @@ class ParallelDims:
 
 
 def resolve_degrees(
-    parallelism: Parallelism, world_size: int, *, has_experts: bool
-) -> tuple[ParallelDims | None, list[str]]:
+    parallelism: Parallelism, world_size: int | None, *, has_experts: bool
+) -> tuple[ParallelDims, list[str]]:
     """Resolve `data_parallel_shard_degree = -1` and check the product of all degrees.
 
-    has_experts: whether the model has experts. Returns the dims and no problems, or None and one
-    sentence per problem.
+    world_size: None if unknown. has_experts: whether the model has experts.
+    Returns the dims, and one sentence per problem. In an unknown world, and with problems, dp_shard
+    is 1 in the dims.
     """
     degrees = {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -139,22 +140,26 @@ def resolve_degrees(
         "pp": parallelism.pipeline_parallel_degree,
     }
     fixed = math.prod(n for name, n in degrees.items() if name != "dp_shard")
-    if degrees["dp_shard"] == -1:
+    problems = []
+    if world_size is None:
+        degrees["dp_shard"] = 1
+    elif degrees["dp_shard"] == -1:
         degrees["dp_shard"] = max(1, world_size // fixed)
-    formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
-    if fixed * degrees["dp_shard"] != world_size:
-        product = fixed * degrees["dp_shard"]
-        return None, [f"{formula} = {product}, but the world has {world_size} ranks"]
+    product = fixed * degrees["dp_shard"]
+    if world_size not in (None, product):
+        formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
+        problems.append(f"{formula} = {product}, but the world has {world_size} ranks")
+        degrees["dp_shard"] = 1
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
     dims = ParallelDims(
-        world_size=world_size,
+        world_size=math.prod(degrees.values()),
         loss_at_first=at_first,
         ep=parallelism.expert_parallel_degree if has_experts else 1,
         expert_tp=parallelism.expert_tensor_parallel_degree if has_experts else 1,
         has_experts_mesh=has_experts and needs_experts_mesh(parallelism, degrees),
         **degrees,
     )
-    return dims, []
+    return dims, problems
 
 
 def needs_experts_mesh(parallelism: Parallelism, degrees: Mapping[str, int]) -> bool:

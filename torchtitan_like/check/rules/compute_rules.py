@@ -180,7 +180,7 @@ def _lacks_capability(run: RunContext) -> bool:
 
 def _num_tokens(run: RunContext) -> int:
     """Return a micro-batch's tokens on one rank: the inner dimension of a weight's gradient."""
-    return run.samples_per_micro_batch * run.config.training.seq_len // run.cp
+    return run.samples_per_micro_batch * run.config.training.seq_len // run.dims.cp
 
 
 def _gathers_in_float8(run: RunContext) -> bool:

@@ -34,7 +34,7 @@ def _width_rule(
     """Return the rule that a dimension of the weights is aligned to the tiles of tensor cores."""
 
     def num_shards(run: RunContext) -> int:
-        return run.tp if is_sharded else 1
+        return run.dims.tp if is_sharded else 1
 
     def describe(run: RunContext) -> str:
         ranks = f" on {num_shards(run)} tensor-parallel ranks" if num_shards(run) > 1 else ""

@@ -117,7 +117,7 @@ NO_EFFECT_RULES: tuple[Rule[RunContext], ...] = (
     _no_effect(
         "async-without-tp",
         "parallelism.enable_async_tensor_parallel",
-        lambda run: run.parallelism.enable_async_tensor_parallel and run.tp == 1,
+        lambda run: run.parallelism.enable_async_tensor_parallel and run.dims.tp == 1,
         f"it needs {TP} > 1",
         (TP,),
     ),
@@ -134,7 +134,7 @@ NO_EFFECT_RULES: tuple[Rule[RunContext], ...] = (
         lambda run: (
             run.config.is_set("resilience.replica_check_freq")
             and run.config.resilience.replica_check_freq > 0
-            and run.dp_replicate == 1
+            and run.dims.dp_replicate == 1
         ),
         f"it needs {REPLICATE} > 1",
         (REPLICATE,),

@@ -35,12 +35,12 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "sharded-ddp",
         IMPL,
-        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.dp_shard > 1,
+        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.dims.dp_shard > 1,
         lambda run: (
-            f"replicated weights, but data_parallel_shard_degree is {run.dp_shard} in this run"
+            f"replicated weights, but data_parallel_shard_degree is {run.dims.dp_shard} in this run"
         ),
         lambda run: (
-            f"set data_parallel_shard_degree = 1 and data_parallel_replicate_degree = {run.dp}, or "
+            f"set data_parallel_shard_degree = 1 and data_parallel_replicate_degree = {run.dims.dp}, or "
             'data_parallel_impl = "fsdp2"'
         ),
         DEGREES,
@@ -48,7 +48,7 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "cp-ddp",
         IMPL,
-        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.cp > 1,
+        lambda run: run.parallelism.data_parallel_impl == "ddp" and run.dims.cp > 1,
         '"fsdp2" or "simple_fsdp" with context parallelism: its ranks shard the weights',
         'set it to "fsdp2"',
         (CP,),
@@ -96,10 +96,10 @@ PIPELINE_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "few-micro-batches",
         PP,
-        lambda run: run.is_resolved and 0 < run.num_micro_batches < run.pp,
+        lambda run: run.is_resolved and 0 < run.num_micro_batches < run.dims.pp,
         lambda run: (
             f"leaves ranks idle: a step has {run.num_micro_batches} micro-batches "
-            f"for {run.pp} pipeline ranks"
+            f"for {run.dims.pp} pipeline ranks"
         ),
         "lower pipeline_parallel_microbatch_size, or raise training.local_batch_size",
         PIPELINE_KEYS,
@@ -153,7 +153,7 @@ MTP_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "pipelined-mtp",
         PP,
-        lambda run: run.pp > 1 and _has_mtp(run),
+        lambda run: run.dims.pp > 1 and _has_mtp(run),
         "1 with multi-token prediction: its loss needs the embedding and the head on one rank",
         f"set it to 1, {_WITHOUT_MTP}",
         MODEL_KEYS,
@@ -161,7 +161,7 @@ MTP_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "mtp-of-sharded-sequences",
         CP,
-        lambda run: run.cp > 1 and _has_mtp(run),
+        lambda run: run.dims.cp > 1 and _has_mtp(run),
         "1 with multi-token prediction: the tokens and labels that it shifts may be on other ranks",
         f"set it to 1, {_WITHOUT_MTP}",
         MODEL_KEYS,
@@ -201,7 +201,11 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-of-dense-model",
         EP,
-        lambda run: run.ep > 1 and run.limits is not None and not run.size("n_experts"),
+        lambda run: (
+            run.parallelism.expert_parallel_degree > 1
+            and run.limits is not None
+            and not run.size("n_experts")
+        ),
         lambda run: f"1: {run.config.model.name} has no experts",
         "remove it",
         MODEL_KEYS,
@@ -209,7 +213,9 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-expert-ranks",
         EP,
-        lambda run: run.ep > 1 and run.is_resolved and run.num_expert_ranks % run.ep != 0,
+        lambda run: (
+            run.is_resolved and run.num_expert_ranks % run.parallelism.expert_parallel_degree != 0
+        ),
         lambda run: (
             f"a divisor of {run.expert_ranks_formula}: experts use the ranks of these degrees"
         ),
@@ -219,7 +225,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-experts",
         EP,
-        lambda run: run.ep > 1 and run.size("n_experts") % run.ep != 0,
+        lambda run: run.size("n_experts") % run.dims.ep != 0,
         lambda run: f"a divisor of the model's {run.size('n_experts')} experts",
         lambda run: f"set it to one of {_divisors(run.size('n_experts'))}",
         MODEL_KEYS,
@@ -227,7 +233,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-expert-features",
         ETP,
-        lambda run: run.size("expert_hidden_dim") % run.expert_tp != 0,
+        lambda run: run.size("expert_hidden_dim") % run.dims.expert_tp != 0,
         lambda run: f"a divisor of the {run.size('expert_hidden_dim')} hidden units of each expert",
         "set it to 1",
         MODEL_KEYS,
@@ -236,7 +242,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
         "experts-without-sequence-parallelism",
         SEQUENCE_PARALLEL,
         lambda run: (
-            run.divides_experts and run.tp > 1 and not run.parallelism.enable_sequence_parallel
+            run.divides_experts and run.dims.tp > 1 and not run.parallelism.enable_sequence_parallel
         ),
         "true with expert parallelism: tensor-parallel ranks must send different tokens",
         f"set it to true, or {_WHOLE_EXPERTS}",
@@ -256,7 +262,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
         lambda run: (
             run.divides_experts
             and run.is_resolved
-            and run.dp_replicate > 1
+            and run.dims.dp_replicate > 1
             and not run.shards_weights
         ),
         "1 with expert parallelism, unless weights are sharded too: the ranks of DDP have all experts",
@@ -266,14 +272,19 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-on-old-torch",
         EP,
-        lambda run: run.ep > 1 and run.torch_release < (2, 12),
+        lambda run: run.parallelism.expert_parallel_degree > 1 and run.torch_release < (2, 12),
         "1: torch before 2.12 cannot shard the weights of a layer over two meshes",
         "install torch 2.12 or later",
     ),
     Rule(
         "experts-of-tensor-parallel-ranks-on-old-torch",
         TP,
-        lambda run: run.ep == 1 and run.has_experts_mesh and run.torch_release < (2, 12),
+        lambda run: (
+            run.is_resolved
+            and run.dims.ep == 1
+            and run.dims.has_experts_mesh
+            and run.torch_release < (2, 12)
+        ),
         "1 for a model with experts: FSDP2 shards them over tensor-parallel ranks too, which torch "
         "before 2.12 cannot do",
         f"install torch 2.12 or later, or set {SEQUENCE_PARALLEL} = false",
@@ -297,7 +308,9 @@ def _divided_by_tp(
     return Rule(
         name,
         TP,
-        lambda run: run.size(size) % run.tp != 0 and run.size(unless_uneven) % run.tp == 0,
+        lambda run: (
+            run.size(size) % run.dims.tp != 0 and run.size(unless_uneven) % run.dims.tp == 0
+        ),
         lambda run: f"a divisor of the model's {run.size(size)} {description}",
         lambda run: f"set it to one of {_divisors(run.size(size))}",
         MODEL_KEYS,
@@ -306,7 +319,7 @@ def _divided_by_tp(
 
 def _vocabulary_shard(run: RunContext) -> int:
     """Return the entries of the vocabulary on each tensor-parallel rank but the last."""
-    return -(-run.size("vocab_size") // run.tp)
+    return -(-run.size("vocab_size") // run.dims.tp)
 
 
 TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
@@ -319,7 +332,7 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "vocabulary-too-small",
         TP,
-        lambda run: (run.tp - 1) * _vocabulary_shard(run) >= run.size("vocab_size") > 0,
+        lambda run: (run.dims.tp - 1) * _vocabulary_shard(run) >= run.size("vocab_size") > 0,
         lambda run: (
             f"a shard of the vocabulary's {run.size('vocab_size')} entries for every rank: "
             "in shards of "
@@ -333,8 +346,8 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         TP,
         lambda run: (
             run.is_resolved
-            and (run.world_size or 1) > run.ranks_of_node
-            and run.ranks_of_node % run.tp != 0
+            and run.dims.world_size > run.ranks_of_node
+            and run.ranks_of_node % run.dims.tp != 0
         ),
         lambda run: (
             f"shards layers across nodes of {run.ranks_of_node} ranks"
@@ -349,7 +362,7 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ASYNC_TP,
         lambda run: (
             run.parallelism.enable_async_tensor_parallel
-            and run.tp > 1
+            and run.dims.tp > 1
             and not (run.compiles_model and run.config.compile.backend == "inductor")
         ),
         'a model compiled by "inductor", which overlaps communication and computation',
@@ -362,7 +375,7 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         ASYNC_TP,
         lambda run: (
             run.parallelism.enable_async_tensor_parallel
-            and run.tp > 1
+            and run.dims.tp > 1
             and not run.parallelism.enable_sequence_parallel
         ),
         "enable_sequence_parallel = true: "
@@ -374,7 +387,9 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
         "async-tp-on-cpu",
         ASYNC_TP,
         lambda run: (
-            run.parallelism.enable_async_tensor_parallel and run.tp > 1 and run.device_type == "cpu"
+            run.parallelism.enable_async_tensor_parallel
+            and run.dims.tp > 1
+            and run.device_type == "cpu"
         ),
         "false without GPUs, which read each other's memory for it",
         "set it to false",
@@ -383,13 +398,13 @@ TENSOR_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
 
 
 def _heads_per_rank(run: RunContext) -> int:
-    return run.size("n_heads") // run.tp
+    return run.size("n_heads") // run.dims.tp
 
 
 def _has_uneven_ulysses_heads(run: RunContext) -> bool:
     """Return True if context parallelism does not divide the heads of a tensor-parallel rank."""
-    is_even_tp = run.size("n_heads") % run.tp == 0
-    return run.rotate_method == "ulysses" and is_even_tp and _heads_per_rank(run) % run.cp != 0
+    is_even_tp = run.size("n_heads") % run.dims.tp == 0
+    return run.rotate_method == "ulysses" and is_even_tp and _heads_per_rank(run) % run.dims.cp != 0
 
 
 CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
@@ -450,7 +465,7 @@ CONTEXT_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "sharded-dynamic-rope",
         CP,
-        lambda run: run.cp > 1 and run.has_dynamic_rope,
+        lambda run: run.dims.cp > 1 and run.has_dynamic_rope,
         lambda run: (
             f"1 for sequences of more than {run.width('rope_original_seq_len')} tokens: dynamic "
             "rotary frequencies depend on the length of a sequence, which its shards do not know"

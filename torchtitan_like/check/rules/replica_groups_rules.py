@@ -58,13 +58,13 @@ class Refusal(NamedTuple):
 
 
 REFUSALS = (
-    Refusal("groups-pp", PP, lambda run: run.pp > 1, "1", "set it to 1"),
-    Refusal("groups-cp", CP, lambda run: run.cp > 1, "1", "set it to 1"),
-    Refusal("groups-tp", TP, lambda run: run.tp > 1, "1", "set it to 1"),
+    Refusal("groups-pp", PP, lambda run: run.dims.pp > 1, "1", "set it to 1"),
+    Refusal("groups-cp", CP, lambda run: run.dims.cp > 1, "1", "set it to 1"),
+    Refusal("groups-tp", TP, lambda run: run.dims.tp > 1, "1", "set it to 1"),
     Refusal(
         "groups-replicate",
         REPLICATE,
-        lambda run: run.dp_replicate > 1,
+        lambda run: run.dims.dp_replicate > 1,
         "1, because the groups are the replicas,",
         "set it to 1, and start more groups",
     ),

@@ -176,7 +176,7 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "pipelined-early-step",
         EARLY_STEP,
-        lambda run: run.pp > 1 and run.config.optimizer.early_step_in_backward,
+        lambda run: run.dims.pp > 1 and run.config.optimizer.early_step_in_backward,
         "false with pipeline parallelism: each backward pass of a step would update the weights",
         "set it to false",
         (PP,),
