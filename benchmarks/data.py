@@ -64,6 +64,7 @@ from torchtitan_like.data.tokens.tokenizing import cached_tokens
 ROOT = Path(__file__).resolve().parents[1]
 ASSETS = ROOT / "tests/assets/tokenizer"
 SEQ_LEN, BATCH, NUM_BATCHES = 2048, 8, 200
+TRAINING = Training(seq_len=SEQ_LEN, local_batch_size=BATCH)
 DOCUMENTS = {"300 characters": 300, "3,000 characters": 3000, "8,000 characters": 8000}
 Variant = Callable[[], int]  # returns the number of tokens
 
@@ -86,7 +87,7 @@ def reading_variants(corpus: Path, folder: Path) -> dict[str, Variant]:
         Data(sources={"own": {"path": str(corpus)}}, cache_folder=str(folder)),
         tokenizer=load_tokenizer(ASSETS),
         dump_folder=str(folder),
-    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
+    ).train_batches(TRAINING, seed=1, global_batch_size=BATCH)
     (file,) = folder.glob("*/tokens.bin")
     tokens = np.memmap(file, np.uint16, "r")
     generator = np.random.default_rng(1)
@@ -118,7 +119,7 @@ def measure_verification(folder: Path, copies: int, rounds: int) -> None:
         ),
         tokenizer=load_tokenizer(ASSETS),
         dump_folder=str(folder),
-    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
+    ).train_batches(TRAINING, seed=1, global_batch_size=BATCH)
     tokens: Any = batches._batches._samples.parts[0].file.tokens
     verify, num_verified = tokens.file.verify, 0
 
@@ -240,7 +241,7 @@ def first_batch(folder: str, position: str, packing: str) -> None:
         tokenizer=tokenizer,
         dump_folder=folder,
         with_positions=True,
-    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
+    ).train_batches(TRAINING, seed=1, global_batch_size=BATCH)
     if int(position):
         counts = batches.order.counts_at(int(position))
         batches.load_state_dict(
@@ -346,7 +347,7 @@ def stream_start(folder: str, position: str, on_hub: str) -> None:
         Data(sources={"own": DataSource(path=path, streaming=True)}, cache_folder=str(cache)),
         tokenizer=tokenizer,
         dump_folder=folder,
-    ).train_batches(Training(seq_len=SEQ_LEN, local_batch_size=BATCH), seed=1, num_accumulation=1)
+    ).train_batches(TRAINING, seed=1, global_batch_size=BATCH)
     window = int(position) // 6000  # windows have up to 6,000 samples
     state = {
         "position": int(position),

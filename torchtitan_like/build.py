@@ -210,7 +210,7 @@ def build_data(run: RankRun) -> DataParts:
     batches = builder.train_batches(
         config.training,
         seed=run.seed,
-        num_accumulation=run.geometry.num_micro_batches,
+        global_batch_size=run.geometry.global_batch_size,
         replica_group=config.fault_tolerance.share,
     )
     validation_sets = builder.validation_sets(config.validation)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from torchtitan_like.check.context import RunContext, build_context
+from torchtitan_like.check.context import BatchGeometry, RunContext, build_context
 from torchtitan_like.check.model_checks import check_model
 from torchtitan_like.config import dump_toml
 from torchtitan_like.config.layers import by_key
@@ -30,26 +30,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger()
-
-
-@dataclass(frozen=True)
-class BatchGeometry:
-    """Samples of a step: global batch = local batch x data-parallel ranks x micro-batches.
-
-    num_data_ranks: of all replica groups.
-    """
-
-    local_batch_size: int
-    num_data_ranks: int
-    num_micro_batches: int
-
-    @property
-    def samples_per_rank(self) -> int:
-        return self.local_batch_size * self.num_micro_batches
-
-    @property
-    def global_batch_size(self) -> int:
-        return self.samples_per_rank * self.num_data_ranks
 
 
 @dataclass(frozen=True)
@@ -124,7 +104,7 @@ def log_sizes(run: RankRun, names: Sequence[str], first_step: int, warmup_steps:
         f"Trainer is initialized with local batch size {training.local_batch_size}, "
         f"global batch size {geometry.global_batch_size} "
         f"(= local x data parallel {geometry.num_data_ranks} x accumulation), "
-        f"gradient accumulation steps {geometry.num_micro_batches}, "
+        f"gradient accumulation steps {geometry.num_accumulated}, "
         f"sequence length {training.seq_len} ({num_tokens:,} tokens per step), "
         f"total steps {training.steps} (warmup {warmup_steps})",
         extra=on_screen(_facts_of(run, data, first_step)),
@@ -161,12 +141,5 @@ def resolve_layout(config: JobConfig, world_size: int) -> Run:
 
 def resolve(checked: RunContext) -> Run:
     """Return the run of a configuration that `check` has accepted for a number of ranks."""
-    config, spec, args, dims = checked.config, checked.spec, checked.args, checked.dims
-    assert spec is not None and checked.is_resolved, checked.degree_errors
-    training = config.training
-    num_data_ranks = dims.dp * config.fault_tolerance.share[1]
-    per_micro_batch = training.local_batch_size * num_data_ranks
-    wanted = training.global_batch_size
-    num_micro_batches = wanted // per_micro_batch if wanted > 0 else 1
-    geometry = BatchGeometry(training.local_batch_size, num_data_ranks, num_micro_batches)
-    return Run(config, spec, args, dims, geometry)
+    assert checked.spec is not None and checked.is_resolved, checked.degree_errors
+    return Run(checked.config, checked.spec, checked.args, checked.dims, checked.geometry)

@@ -93,7 +93,7 @@ def accumulated_and_summed_gradients(argv):
             (trainer.parts[0](batch.tokens[micro], batch.labels[micro]) / 100).backward()
         return {name: full(p.grad) for name, p in trainer.optim.optimizer.named}
 
-    micro_batches_of_step = list(range(trainer.run.geometry.num_micro_batches))
+    micro_batches_of_step = list(range(trainer.run.geometry.num_accumulated))
     accumulated = gradients(micro_batches_of_step)
     separate = [gradients([micro]) for micro in micro_batches_of_step]
     release(trainer)

@@ -189,7 +189,7 @@ def chain_of(group: int, num_steps: int, folder: Path) -> int:
     batches = builder.train_batches(
         Training(dataset="shakespeare_validation", local_batch_size=BATCH, seq_len=SEQ_LEN),
         seed=SEED,
-        num_accumulation=1,
+        global_batch_size=2 * BATCH,
         replica_group=(group, 2),
     )
     chain = 0

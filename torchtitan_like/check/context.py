@@ -6,7 +6,7 @@ import functools
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,6 +25,32 @@ DeviceType = Literal["cpu", "cuda"]
 
 # Ranks of a node if no launcher reports them: most machines for training have 8 GPUs.
 USUAL_RANKS_OF_NODE = 8
+
+
+@dataclass(frozen=True)
+class BatchGeometry:
+    """Samples of a step: global batch = local batch x data-parallel ranks x accumulated passes.
+
+    num_data_ranks: ranks that read different samples, in all replica groups.
+    num_accumulated: forward passes of a rank in a step.
+    """
+
+    local_batch_size: int
+    num_data_ranks: int
+    num_accumulated: int
+
+    @property
+    def samples_per_pass(self) -> int:
+        """Samples of one forward pass on all data-parallel ranks."""
+        return self.local_batch_size * self.num_data_ranks
+
+    @property
+    def samples_per_rank(self) -> int:
+        return self.local_batch_size * self.num_accumulated
+
+    @property
+    def global_batch_size(self) -> int:
+        return self.samples_per_pass * self.num_accumulated
 
 
 @dataclass(frozen=True)
@@ -139,15 +165,15 @@ class RunContext:
         can_rewrite = self.config.compile.backend in GRAPH_BACKENDS
         return is_simple_fsdp and self.compiles_model and can_rewrite
 
-    @property
-    def num_data_ranks(self) -> int:
-        """Ranks that read different samples, in all replica groups."""
-        return self.dims.dp * self.config.fault_tolerance.share[1]
-
-    @property
-    def samples_per_pass(self) -> int:
-        """Samples of one forward pass on all data-parallel ranks."""
-        return self.config.training.local_batch_size * self.num_data_ranks
+    @functools.cached_property
+    def geometry(self) -> BatchGeometry:
+        """Samples of a step; of one forward pass if the batch sizes do not determine it."""
+        training = self.config.training
+        num_groups = max(1, self.config.fault_tolerance.share[1])  # a rule refuses 0
+        one_pass = BatchGeometry(training.local_batch_size, self.dims.dp * num_groups, 1)
+        number, rest = divmod(training.global_batch_size, one_pass.global_batch_size)
+        is_known = self.is_resolved and number > 0 and rest == 0
+        return replace(one_pass, num_accumulated=number) if is_known else one_pass
 
     @property
     def samples_per_micro_batch(self) -> int:
@@ -162,26 +188,19 @@ class RunContext:
         return self.samples_per_micro_batch * self.config.training.seq_len // self.sequence_shards
 
     @property
-    def num_accumulated(self) -> int:
-        """Forward passes per step; 1 if the batch sizes do not determine it."""
-        total = self.config.training.global_batch_size
-        unit = self.samples_per_pass
-        return total // unit if total > 0 and self.is_resolved and total % unit == 0 else 1
-
-    @property
     def accumulations(self) -> tuple[int, ...]:
         """Each number of forward passes per step during the batch ramp; (0,) if unknown."""
         if not self.is_resolved:
             return (0,)
         if not self.config.training.batch_ramp:
-            return (self.num_accumulated,)
+            return (self.geometry.num_accumulated,)
         sizes = self.config.training.batch_sizes(self.config.training.global_batch_size)
-        return tuple(dict.fromkeys(size // self.samples_per_pass for _, size in sizes))
+        return tuple(dict.fromkeys(size // self.geometry.samples_per_pass for _, size in sizes))
 
     @property
     def num_micro_batches(self) -> int:
         """Pipeline micro-batches in a step. With a batch ramp, every step has a multiple."""
-        local = self.config.training.local_batch_size * self.num_accumulated
+        local = self.geometry.samples_per_rank
         if ramp := self.config.training.batch_ramp:
             local = math.gcd(local, *(size // self.dims.dp for size in ramp[:2]))
         return local // self.parallelism.pipeline_parallel_microbatch_size

@@ -95,14 +95,14 @@ class DataBuilder:
         training: Training,
         *,
         seed: int,
-        num_accumulation: int,
+        global_batch_size: int,
         makes_windows_ahead: bool = True,
         replica_group: tuple[int, int] = (0, 1),
     ) -> TrainBatches:
         """Return the training batches at position 0. Builds missing token caches.
 
         seed: seed of the sample order.
-        num_accumulation: micro-batches of a step at its full size.
+        global_batch_size: samples of a step at its full size, of all replica groups.
         makes_windows_ahead: see `StreamedSamples`.
         replica_group: see `TrainBatches`.
         """
@@ -122,9 +122,7 @@ class DataBuilder:
                 parts.append(self.group.run_on_all(stream))
             else:
                 parts.append(self._packed(one, training.seq_len))
-        samples_per_pass = replica_group[1] * self.dp_size * training.local_batch_size
-        sizes = training.batch_sizes(num_accumulation * samples_per_pass)
-        steps = StepPositions(sizes, training.skip_steps)
+        steps = StepPositions(training.batch_sizes(global_batch_size), training.skip_steps)
         changes = _weight_changes(named)
         order = SampleOrder(
             [_supply(one, part) for one, part in zip(named, parts, strict=True)],

@@ -79,7 +79,6 @@ def read_step(
     training, data, dump_folder = config.training, config.data, config.job.dump_folder
     sources = resolve_sources("training", training, data.sources)
     is_streamed = any(named.source.streaming for named in sources)
-    replica_group = config.fault_tolerance.share
     with tempfile.TemporaryDirectory() as folder:
         if is_streamed:
             # Do not share windows with a run: it deletes each window that it has read.
@@ -92,9 +91,9 @@ def read_step(
         batches = builder.train_batches(
             training.model_copy(update={"local_batch_size": 1}),
             seed=manifest["seed"],
-            num_accumulation=manifest["global_batch_size"] // replica_group[1],
+            global_batch_size=manifest["global_batch_size"],
             makes_windows_ahead=False,
-            replica_group=replica_group,
+            replica_group=config.fault_tolerance.share,
         )
         _seek(batches, manifest, step)
         positions = batches.next_positions()

@@ -170,7 +170,7 @@ def _updating(optimizer: Optimizer, recorder: Recorder) -> Iterator[None]:
 def _batch(run: Run, *, with_positions: bool) -> Batch:
     """Return a batch without values, in the shape of a step's."""
     geometry = run.geometry
-    rows = geometry.num_micro_batches, geometry.local_batch_size
+    rows = geometry.num_accumulated, geometry.local_batch_size
     tokens = torch.zeros(*rows, run.config.training.seq_len, dtype=torch.int64)
     return Batch(
         tokens=tokens,

@@ -263,7 +263,7 @@ EXAMPLES = [
     # [fault_tolerance]
     Example("replica-id-beyond-group", f"{GROUPS} fault_tolerance.replica_id=2",
             "less than group_size = 2"),
-    Example("groups-without-size", "fault_tolerance.enable=true", "the number of replica groups"),
+    Example("groups-without-size", "fault_tolerance.enable=true global=8", "the number of replica groups"),
     Example("groups-without-lighthouse", GROUPS, "distributed.lighthouse", lacks=True),
     Example("torchft-not-installed", GROUPS, "torchft>=0.2,<0.3", lacks=True),
     Example("groups-over-nccl", f"{GROUPS} fault_tolerance.process_group=nccl",

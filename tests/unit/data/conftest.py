@@ -98,7 +98,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Callable[..., TrainBatches]:
         ).train_batches(
             Training(seq_len=seq_len, local_batch_size=local_batch_size),
             seed=seed,
-            num_accumulation=num_accumulation,
+            global_batch_size=num_accumulation * dp[1] * local_batch_size * replica_group[1],
             replica_group=replica_group,
         )
 

@@ -340,7 +340,7 @@ def build(case: Case, tokenizer: Tokenizer, layout: Layout, rank: int) -> TrainB
     ).train_batches(
         Training(**case.training, local_batch_size=layout.local),
         seed=case.run.seed,
-        num_accumulation=layout.accumulation,
+        global_batch_size=layout.accumulation * layout.dp * layout.local,
     )
 
 

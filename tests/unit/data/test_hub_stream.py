@@ -356,7 +356,7 @@ def test_a_process_can_end_while_a_file_is_downloaded(the_hub: Hub, tmp_path: Pa
         builder = DataBuilder(
             Data(sources={"own": {"path": PATH, "streaming": True}}),
             tokenizer.load_tokenizer(sys.argv[3]), sys.argv[2])
-        batches = builder.train_batches(Training(seq_len=16), seed=1, num_accumulation=1)
+        batches = builder.train_batches(Training(seq_len=16), seed=1, global_batch_size=8)
         next(batches)
         started.wait()
         print("downloading", flush=True)

@@ -60,7 +60,7 @@ def read_by(tokenizer: Tokenizer, corpus_file: Path) -> Iterator[Build]:
                     dataloader=DataLoader(num_workers=num_workers, **loader),
                 ),
                 seed=7,
-                num_accumulation=4 // layout[1],
+                global_batch_size=8,
             )
         )
         return loaders[-1]
@@ -125,7 +125,7 @@ def test_a_source_with_less_text_than_a_step_reads_is_a_warning(
         Data(sources={"own": DataSource(path=str(tmp_path / "text.txt"))}),
         tokenizer=tokenizer,
         dump_folder="unused",
-    ).train_batches(Training(seq_len=16, local_batch_size=8), seed=7, num_accumulation=1)
+    ).train_batches(Training(seq_len=16, local_batch_size=8), seed=7, global_batch_size=8)
     warned = [r.getMessage() for r in caplog.records if "a step repeats its text" in r.getMessage()]
     assert [text.startswith("own has ") for text in warned] == [True] * is_short
 

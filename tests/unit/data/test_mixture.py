@@ -300,7 +300,7 @@ def mixed(
             dataset_path=None if weights else str(texts["plays"]),
         ),
         seed=7,
-        num_accumulation=num_accumulation,
+        global_batch_size=num_accumulation * dp_size * local_batch,
     )
 
 

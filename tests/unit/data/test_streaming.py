@@ -103,7 +103,7 @@ def build(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[Build]:
             ).train_batches(
                 Training(seq_len=seq_len, local_batch_size=local, dataloader=loader, **skip),
                 seed=SEED,
-                num_accumulation=num_accumulation,
+                global_batch_size=num_accumulation * dp_size * local,
             )
         )
         return loaders[-1]
@@ -514,7 +514,7 @@ def test_a_process_can_end_while_windows_are_built(corpus: Path, tmp_path: Path)
         builder = DataBuilder(
             Data(sources={"own": {"path": sys.argv[1], "streaming": True}}),
             tokenizer.load_tokenizer("tests/assets/tokenizer"), sys.argv[2])
-        batches = builder.train_batches(Training(seq_len=16), seed=1, num_accumulation=1)
+        batches = builder.train_batches(Training(seq_len=16), seed=1, global_batch_size=8)
         next(batches)
         started.wait()
     """

@@ -25,7 +25,7 @@ from torchtitan_like.util.modules import pip_install
 
 
 def _suggest_batch_sizes(run: RunContext) -> str:
-    unit = run.samples_per_pass
+    unit = run.geometry.samples_per_pass
     below = run.config.training.global_batch_size // unit * unit
     sizes = f"{below} or {below + unit}" if below else f"{unit}"
     return f"set it to {sizes}, or change training.local_batch_size"
@@ -65,12 +65,13 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
         "training.global_batch_size",
         lambda run: (
             run.config.training.global_batch_size > 0
-            and run.config.training.global_batch_size % run.samples_per_pass != 0
+            and run.config.training.global_batch_size % run.geometry.samples_per_pass != 0
         ),
         lambda run: (
             "a multiple of local_batch_size x data-parallel ranks = "
-            f"{run.config.training.local_batch_size} x {run.num_data_ranks} = "
-            f"{run.samples_per_pass} (global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
+            f"{run.config.training.local_batch_size} x {run.geometry.num_data_ranks} = "
+            f"{run.geometry.samples_per_pass} "
+            "(global_batch_size = local_batch_size x data-parallel ranks x gradient accumulation)"
         ),
         _suggest_batch_sizes,
         ("training.local_batch_size", "fault_tolerance.group_size", *DEGREES),
@@ -78,13 +79,15 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "uneven-ramp",
         "training.batch_ramp",
-        lambda run: any(size % run.samples_per_pass for size in run.config.training.batch_ramp[:2]),
-        lambda run: (
-            "start and increment in multiples of local_batch_size x data-parallel ranks = "
-            f"{run.samples_per_pass}"
+        lambda run: any(
+            size % run.geometry.samples_per_pass for size in run.config.training.batch_ramp[:2]
         ),
         lambda run: (
-            f"set both to multiples of {run.samples_per_pass}, or change training.local_batch_size"
+            "start and increment in multiples of local_batch_size x data-parallel ranks = "
+            f"{run.geometry.samples_per_pass}"
+        ),
+        lambda run: (
+            f"set both to multiples of {run.geometry.samples_per_pass}, or change training.local_batch_size"
         ),
         ("training.local_batch_size", *DEGREES),
     ),
@@ -165,12 +168,14 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "accumulated-early-step",
         EARLY_STEP,
-        lambda run: run.config.optimizer.early_step_in_backward and run.num_accumulated > 1,
         lambda run: (
-            f"false with gradient accumulation over {run.num_accumulated} passes: "
+            run.config.optimizer.early_step_in_backward and run.geometry.num_accumulated > 1
+        ),
+        lambda run: (
+            f"false with gradient accumulation over {run.geometry.num_accumulated} passes: "
             "each backward pass updates the weights"
         ),
-        lambda run: f"set training.global_batch_size to {run.samples_per_pass} or -1",
+        lambda run: f"set training.global_batch_size to {run.geometry.samples_per_pass} or -1",
         (*BATCH, *DEGREES),
     ),
     Rule(
