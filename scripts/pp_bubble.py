@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 from torchtitan_like.distributed.schedule_view import (
     few_micro_batches,
     order_of,
-    read_csv,
+    parse_csv,
     simulate,
     timeline_lines,
 )
@@ -74,7 +75,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--pp, --microbatches and --stages-per-rank must be at least 1")
     try:
         if options.csv:
-            lines = timeline_lines(options.csv, read_csv(options.csv))
+            lines = timeline_lines(options.csv, parse_csv(Path(options.csv).read_text()))
         elif options.schedule:
             each = stages_on_a_rank(NAMED[options.schedule], options.stages_per_rank)
             lines = timeline_lines(options.schedule, order_of(options.schedule, pp, each, number))

@@ -231,8 +231,9 @@ def build_data(run: RankRun) -> DataParts:
 # ---- model and optimizer
 
 
-def model_sections(config: JobConfig) -> Sections:
+def model_sections(run: Run) -> Sections:
     """Return the sections that determine how the model is parallelized."""
+    config = run.config
     return Sections(
         config.training,
         config.parallelism,
@@ -242,6 +243,7 @@ def model_sections(config: JobConfig) -> Sections:
         config.quantize.linear.float8,
         config.model.print_after_conversion,
         config.extra_sections,
+        run.stage_plan,
     )
 
 
@@ -282,7 +284,7 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Sharded
 
     with_tokens: see `chunked_cross_entropy`.
     """
-    config, spec, sections = run.config, run.spec, model_sections(run.config)
+    config, spec, sections = run.config, run.spec, model_sections(run)
     shards = None
     if world.dims.tp > 1:
         shards = VocabShards(world.group("tp"), spec.constraints(run.args)["vocab_size"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchtitan_like.checkpoint.checkpointer import Checkpointer
     from torchtitan_like.checkpoint.origin import Origin
     from torchtitan_like.config import JobConfig
+    from torchtitan_like.distributed.stages import StagePlan
     from torchtitan_like.distributed.world import World
     from torchtitan_like.monitor.attempt import Attempt
     from torchtitan_like.monitor.garbage import GarbageCollection
@@ -37,6 +38,7 @@ class Run:
     """A checked configuration with its model and its layout.
 
     spec, args: the model and its sizes. dims: the sizes of the mesh. geometry: samples of a step.
+    stage_plan: None without a pipeline.
     """
 
     config: JobConfig
@@ -44,6 +46,7 @@ class Run:
     args: Any
     dims: ParallelDims
     geometry: BatchGeometry
+    stage_plan: StagePlan | None
 
     @property
     def max_seq_len(self) -> int:
@@ -135,11 +138,10 @@ def _facts_of(run: RankRun, data: str, first_step: int) -> str:
 
 def resolve_layout(config: JobConfig, world_size: int) -> Run:
     """Resolve another layout of a configuration that `check` has accepted."""
-    spec, args, _ = check_model(config)
-    return resolve(build_context(config, world_size, spec, args))
+    return resolve(build_context(config, world_size, check_model(config)))
 
 
 def resolve(checked: RunContext) -> Run:
     """Return the run of a configuration that `check` has accepted for a number of ranks."""
     assert checked.spec is not None and checked.is_resolved, checked.degree_errors
-    return Run(checked.config, checked.spec, checked.args, checked.dims, checked.geometry)
+    return Run(**{field.name: getattr(checked, field.name) for field in fields(Run)})

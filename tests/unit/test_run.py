@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from torchtitan_like import run
+from torchtitan_like.check import context, model_checks
 from torchtitan_like.run import full_key, resolve_run
 
 
@@ -39,6 +41,20 @@ def test_a_run_on_one_core_logs_a_warning(
     monkeypatch.setattr(run, "num_cores", lambda: num_cores)
     resolve_run(["--training.dataloader.num_workers", "0"], 1)
     assert ("Only 1 CPU core is available" in caplog.text) == is_warned
+
+
+def test_a_rank_resolves_its_model_and_its_layout_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = Mock()
+    for module, name in (
+        (model_checks, "resolve_args"),
+        (context, "resolve_degrees"),
+        (context, "plan_stages"),
+    ):
+        monkeypatch.setattr(module, name, Mock(wraps=getattr(module, name)))
+        functions.attach_mock(getattr(module, name), name)
+    resolve_run(["--parallelism.pipeline_parallel_degree", "2"], 2)
+    names = [call[0] for call in functions.mock_calls]
+    assert names == ["resolve_args", "resolve_degrees", "plan_stages"]
 
 
 # Logs each parsed command line and each TOML file that is read, with the program that does it.

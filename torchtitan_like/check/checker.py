@@ -116,8 +116,8 @@ def check_loaded(
     world_size, training, device_type: see `check_config`. Raises ConfigError with all problems.
     """
     config, model, problems, faulty = loaded
-    run = build_context(config, world_size, model.spec, model.args, device_type)
-    found = check_settings(run, model.problems, training=training)
+    run = build_context(config, world_size, model, device_type)
+    found = check_settings(run, training=training)
     problems = merge_no_effect([*problems, *_independent(found, faulty)])
     if any(problem.severity == "error" for problem in problems):
         raise ConfigError(problems, partial=config, faulty=faulty)
@@ -171,19 +171,17 @@ def check_config(
     device_type: None skips the checks that depend on the hardware.
     """
     model = check_model(config)
-    run = build_context(config, world_size, model.spec, model.args, device_type)
+    run = build_context(config, world_size, model, device_type)
     return [
-        *check_settings(run, model.problems, training=training),
+        *check_settings(run, training=training),
         *check_files(config, model, training=training),
     ]
 
 
-def check_settings(
-    run: RunContext, problems_of_model: Iterable[Problem], *, training: bool
-) -> list[Problem]:
+def check_settings(run: RunContext, *, training: bool) -> list[Problem]:
     """Return the problems of the settings with the model, the number of ranks and the device."""
-    problems = [*problems_of_model, *_find_problems(run, training)]
-    return [*_settle(run.config, problems, training), *find_idle_settings(run.config)]
+    problems = _settle(run.config, _find_problems(run, training), training)
+    return [*problems, *find_idle_settings(run.config)]
 
 
 def check_files(config: JobConfig, model: CheckedModel, *, training: bool) -> list[Problem]:
@@ -214,10 +212,11 @@ def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any)
     Only what depends on `LAYOUT_SECTIONS` is checked, for GPUs. So it takes a millisecond, and
     reads no files.
     """
-    run = build_context(config, world_size, spec, args, "cuda")
+    run = build_context(config, world_size, CheckedModel(spec, args), "cuda")
     problems = list(check_degrees(run))
     problems += [rule.problem(run) for rule in broken_rules(_LAYOUT_RULES, run)]
-    problems += check_pipeline(run)
+    pipeline_problems = list(check_pipeline(run))
+    problems += pipeline_problems
     problems += check_host_memory(run)
     for name in LAYOUT_SECTIONS:
         section = getattr(config, name)
@@ -227,12 +226,13 @@ def check_layout(config: JobConfig, world_size: int, spec: ModelSpec, args: Any)
         ]
     refused = [problem for problem in problems if problem.severity == "error"]
     # Training refuses too few micro-batches, which a file may leave to the command of the run.
-    refused += [problem for problem in check_pipeline(run) if problem.severity == "training_error"]
+    refused += [each for each in pipeline_problems if each.severity == "training_error"]
     return [config.locate(problem) for problem in refused]
 
 
 def _find_problems(run: RunContext, training: bool) -> Iterator[Problem]:
     """Yield the problems of the checks that read no files."""
+    yield from run.model_problems
     if training:
         yield from check_torch(run)
     yield from check_degrees(run)

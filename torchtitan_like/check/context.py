@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal
@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from torchtitan_like.config.sections_scale import GRAPH_BACKENDS
 from torchtitan_like.distributed.dims import ParallelDims, resolve_degrees
 from torchtitan_like.distributed.float8 import FLOAT8
-from torchtitan_like.distributed.stages import splits_backward
+from torchtitan_like.distributed.stages import StagePlan, plan_stages
 from torchtitan_like.util.modules import is_dotted
 
 if TYPE_CHECKING:
+    from torchtitan_like.check.model_checks import CheckedModel
     from torchtitan_like.config import JobConfig
+    from torchtitan_like.config.problems import Problem
     from torchtitan_like.config.sections_scale import Parallelism
     from torchtitan_like.models.spec import ModelSpec
 
@@ -59,12 +61,11 @@ class RunContext:
 
     world_size: None if the number of ranks is unknown.
     dims: with dp_shard = 1 unless `is_resolved`.
-    spec, args: the model and its sizes; None if there is no such model.
+    spec, args: the model and its sizes; None if `model_problems` are why there is none.
     limits: `ModelSpec.constraints`.
     device_type, gpu_capability, local_world_size: None if unknown.
     emulates_bfloat16: the run computes in bfloat16 on a CPU that has no instructions for it.
-    splits_backward: the pipeline schedule computes the gradients of inputs first, and the gradients
-    of weights later.
+    stage_plan: None without a pipeline.
     torch_release: (2, 13) for torch 2.13.0.
     degree_errors: why the degrees do not fit the number of ranks, one sentence each.
     """
@@ -74,12 +75,13 @@ class RunContext:
     dims: ParallelDims
     spec: ModelSpec | None = None
     args: Any = None
+    model_problems: Sequence[Problem] = ()
     limits: Mapping[str, int] | None = None
     device_type: DeviceType | None = None
     gpu_capability: tuple[int, int] | None = None
     local_world_size: int | None = None
     emulates_bfloat16: bool = False
-    splits_backward: bool = False
+    stage_plan: StagePlan | None = None
     torch_release: tuple[int, ...] = ()
     degree_errors: tuple[str, ...] = ()
 
@@ -91,6 +93,11 @@ class RunContext:
     def is_resolved(self) -> bool:
         """True if the degrees fit a known number of ranks."""
         return self.world_size is not None and not self.degree_errors
+
+    @property
+    def splits_backward(self) -> bool:
+        """True if a pipeline computes gradients of inputs first, and those of weights later."""
+        return self.stage_plan is not None and self.stage_plan.splits_backward
 
     @property
     def num_weight_ranks(self) -> int:
@@ -261,11 +268,11 @@ class RunContext:
 def build_context(
     config: JobConfig,
     world_size: int | None,
-    spec: ModelSpec | None = None,
-    args: Any = None,
+    model: CheckedModel,
     device_type: DeviceType | None = None,
 ) -> RunContext:
-    """Collect the facts of a run. spec, args: see `RunContext`."""
+    """Collect the facts of a run."""
+    spec, args, problems = model
     parallelism = config.parallelism
     limits = spec.constraints(args) if spec else None
     has_experts = bool((limits or {}).get("n_experts"))
@@ -280,12 +287,13 @@ def build_context(
         dims,
         spec=spec,
         args=args,
+        model_problems=problems,
         limits=limits,
         device_type=device_type,
         gpu_capability=_gpu_capability() if needs_capability else None,
         local_world_size=int(local_world_size) if local_world_size.isdecimal() else None,
         emulates_bfloat16=is_half_on_cpu and not _cpu_has_bfloat16(),
-        splits_backward=splits_backward(parallelism),
+        stage_plan=plan_stages(spec, args, parallelism) if dims.pp > 1 else None,
         torch_release=installed_torch_release(),
         degree_errors=tuple(errors),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -80,7 +80,7 @@ class CheckedModel(NamedTuple):
 
     spec: ModelSpec | None
     args: Any
-    problems: list[Problem]
+    problems: Sequence[Problem] = ()
 
 
 def check_model(config: JobConfig) -> CheckedModel:
@@ -95,7 +95,7 @@ def check_model(config: JobConfig) -> CheckedModel:
         problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
         return CheckedModel(None, None, [problem])
     try:
-        return CheckedModel(spec, resolve_args(spec, section.flavor, section.args), [])
+        return CheckedModel(spec, resolve_args(spec, section.flavor, section.args))
     except ValueError as error:
         problems = [
             Problem(
@@ -224,10 +224,10 @@ def check_tokenizer(config: JobConfig, model: CheckedModel) -> Iterator[Problem]
     try:
         tokenizer = load_tokenizer(path)
         limits = model.spec.constraints(model.args) if model.spec else {}
-        if limits.get("vocab_size"):
+        if vocab_size := limits.get("vocab_size"):
             check_vocabulary(
                 tokenizer,
-                limits["vocab_size"],
+                vocab_size,
                 add_bos=config.data.add_bos and config.reads_text,
                 add_eos=config.data.add_eos and config.reads_text,
             )

@@ -129,8 +129,8 @@ def resolve_degrees(
     """Resolve `data_parallel_shard_degree = -1` and check the product of all degrees.
 
     world_size: None if unknown. has_experts: whether the model has experts.
-    Returns the dims, and one sentence per problem. In an unknown world, and with problems, dp_shard
-    is 1 in the dims.
+    Returns the dims, and one sentence per problem. In an unknown world, and with problems, the dims
+    have dp_shard 1 and no experts mesh.
     """
     degrees = {
         "dp_replicate": parallelism.data_parallel_replicate_degree,
@@ -140,15 +140,14 @@ def resolve_degrees(
         "pp": parallelism.pipeline_parallel_degree,
     }
     fixed = math.prod(n for name, n in degrees.items() if name != "dp_shard")
-    problems = []
-    if world_size is None:
-        degrees["dp_shard"] = 1
-    elif degrees["dp_shard"] == -1:
-        degrees["dp_shard"] = max(1, world_size // fixed)
+    if degrees["dp_shard"] == -1:
+        degrees["dp_shard"] = max(1, (world_size or 1) // fixed)
+    formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
     product = fixed * degrees["dp_shard"]
+    problems = []
     if world_size not in (None, product):
-        formula = " x ".join(f"{name} {n}" for name, n in degrees.items())
         problems.append(f"{formula} = {product}, but the world has {world_size} ranks")
+    if world_size != product:
         degrees["dp_shard"] = 1
     at_first = degrees["pp"] > 1 and SCHEDULES[parallelism.pipeline_parallel_schedule].is_v_shaped
     dims = ParallelDims(
@@ -156,7 +155,9 @@ def resolve_degrees(
         loss_at_first=at_first,
         ep=parallelism.expert_parallel_degree if has_experts else 1,
         expert_tp=parallelism.expert_tensor_parallel_degree if has_experts else 1,
-        has_experts_mesh=has_experts and needs_experts_mesh(parallelism, degrees),
+        has_experts_mesh=(
+            has_experts and world_size == product and needs_experts_mesh(parallelism, degrees)
+        ),
         **degrees,
     )
     return dims, problems

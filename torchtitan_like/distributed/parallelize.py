@@ -21,7 +21,6 @@ from torchtitan_like.distributed.activation_offload import ActivationOffload
 from torchtitan_like.distributed.data_parallel import DTYPES, needs_wrapping
 from torchtitan_like.distributed.float8 import FLOAT8, convert_to_float8
 from torchtitan_like.distributed.initialize import materialize
-from torchtitan_like.distributed.stages import splits_backward
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.distributed.world import HostGroup, World
 from torchtitan_like.extensions.protocols import Settings
@@ -39,6 +38,7 @@ if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Training
     from torchtitan_like.distributed.context_parallel import ContextParallel
     from torchtitan_like.distributed.pipeline import Pipeline
+    from torchtitan_like.distributed.stages import StagePlan
     from torchtitan_like.models.spec import ModelSpec
 
 
@@ -49,7 +49,7 @@ logger = logging.getLogger()
 class Sections:
     """The config sections that determine how a model is parallelized.
 
-    settings: the config sections of user code.
+    settings: the config sections of user code. stage_plan: None without a pipeline.
     """
 
     training: Training
@@ -60,6 +60,7 @@ class Sections:
     float8: Float8Linear
     print_after_conversion: bool = False
     settings: Settings = field(default_factory=dict)
+    stage_plan: StagePlan | None = None
 
     @property
     def needs_fsdp2(self) -> bool:
@@ -172,8 +173,8 @@ def _build_pipeline(
     """Build this rank's stages on meta: each is the model without the modules of other stages."""
     from torchtitan_like.distributed import pipeline, stages
 
-    section, training = sections.parallelism, sections.training
-    plan = stages.plan_stages(spec, args, section)
+    section, training, plan = sections.parallelism, sections.training, sections.stage_plan
+    assert plan is not None and not plan.problems, plan  # `check` has reported these
     own = [plan.fqns[stage] for stage in plan.ranks[world.coordinate("pp")]]
     return pipeline.Pipeline(
         [stages.prune(_on_meta(spec, args, training), spec, fqns) for fqns in own],
@@ -260,11 +261,13 @@ def parallelize(
     elif sections.activation_checkpoint.mode != "none":
         from torchtitan_like.distributed.activation import apply_activation_checkpointing
 
+        plan = sections.stage_plan
+        splits_backward = plan is not None and plan.splits_backward
         lines.append(
             apply_activation_checkpointing(
                 blocks,
                 sections.activation_checkpoint,
-                keeps_row_counts=dims.ep > 1 and not splits_backward(parallelism),
+                keeps_row_counts=dims.ep > 1 and not splits_backward,
             )
         )
     simple = parallelism.data_parallel_impl == "simple_fsdp"

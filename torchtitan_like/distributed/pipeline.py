@@ -9,6 +9,7 @@ All shapes are known before anything is sent.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -21,11 +22,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
+    _Action,
     _PipelineScheduleRuntime,
     get_schedule_class,
 )
 
-from torchtitan_like.distributed.schedule_view import has_messages, timeline_lines
+from torchtitan_like.distributed.schedule_view import timeline_lines
 from torchtitan_like.distributed.stages import SCHEDULES, StagePlan
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class Pipeline:
         name = self.plan.schedule
         if not shape.trains:  # a schedule of the same stages for any number of micro-batches
             name = "ZBVZeroBubble" if SCHEDULES[name].is_v_shaped else "LoopedBFS"
-        follows_file = shape.trains and self.plan.csv != ""
+        follows_file = shape.trains and self.plan.text != ""
         kind: Any = _PipelineScheduleRuntime if follows_file else get_schedule_class(name)
         stages = [
             self._stage(part, number, shape)
@@ -192,9 +194,11 @@ class Pipeline:
             scale_grads=False,
         )
         if follows_file:
-            complete = has_messages(self.plan.csv)
-            schedule._load_csv(
-                self.plan.csv, format="compute_comms" if complete else "compute_only"
+            lines = [line for line in self.plan.text.splitlines() if line.strip()]
+            rows = [[_Action.from_str(cell) for cell in line.split(",")] for line in lines]
+            has_messages = re.search("SEND_|RECV_", self.plan.text) is not None
+            schedule._prepare_schedule_with_comms(
+                dict(enumerate(rows)), format="compute_comms" if has_messages else "compute_only"
             )
         return _Runner(schedule, stages, shape.trains)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -111,13 +110,13 @@ def flatten(pipeline_order: dict[int, list[Any]]) -> Order:
     ]
 
 
-def read_csv(path: str | Path) -> Order:
-    """Read torch's schedule file: one row per rank, `2F0` = stage 2, forward, micro-batch 0.
+def parse_csv(text: str) -> Order:
+    """Parse torch's schedule file: one row per rank, `2F0` = stage 2, forward, micro-batch 0.
 
-    Raises OSError if it cannot be read, ValueError if an entry is no action.
+    Raises ValueError if an entry is no action.
     """
     order: Order = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    for number, line in enumerate(text.splitlines(), start=1):
         if not line.strip():
             continue
         for cell in re.split(r"[,;]", line):
@@ -130,11 +129,6 @@ def read_csv(path: str | Path) -> Order:
     if not order:
         raise ValueError("it is empty: expected one line per rank")
     return order
-
-
-def has_messages(path: str | Path) -> bool:
-    """Return True if a schedule file contains sends and receives."""
-    return re.search(r"SEND_|RECV_", Path(path).read_text()) is not None
 
 
 def _parse(text: str) -> list[Action]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torchtitan_like.config.problems import Problem, Severity
@@ -51,20 +51,29 @@ SCHEDULES = {
     "PipelineScheduleMulti": Schedule(is_multi=True),
 }
 _KEY = "parallelism.pipeline_parallel_"
+Fqns = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class StagePlan:
     """Stages of a pipeline.
 
+    csv, text, rows: path of the schedule file, its content, and the actions in it by rank; empty
+    without one.
+    splits_backward: gradients of inputs and of weights are computed in separate passes.
     fqns: the modules of each stage, in the order of the model.
     ranks: the stages of each rank, ascending.
+    problems: why there are no stages, or why they cannot work.
     """
 
     schedule: str
     csv: str
-    fqns: tuple[tuple[str, ...], ...]
-    ranks: tuple[tuple[int, ...], ...]
+    text: str
+    rows: schedule_view.Order
+    splits_backward: bool
+    fqns: Fqns = ()
+    ranks: tuple[tuple[int, ...], ...] = ()
+    problems: tuple[Problem, ...] = ()
 
     @property
     def num_stages(self) -> int:
@@ -79,42 +88,33 @@ class StagePlan:
 
         Imports torch if ranks have several stages.
         """
-        if self.csv:
-            return schedule_view.read_csv(self.csv)
+        if self.rows:
+            return self.rows
         stages_per_rank = self.num_stages // self.pp
         return schedule_view.order_of(self.schedule, self.pp, stages_per_rank, num_micro_batches)
 
 
-def plan_stages(spec: ModelSpec, args: Any, section: Parallelism) -> StagePlan:
-    """Return the stages of a configuration. Raises ValueError with all its problems."""
-    plan, problems = _resolve(spec, args, section)
-    if plan is None or problems:
-        raise ValueError("\n".join(f"{each.key}: expected {each.expected}" for each in problems))
-    return plan
+def plan_stages(spec: ModelSpec | None, args: Any, section: Parallelism) -> StagePlan:
+    """Plan the stages of a pipeline. Nothing else reads the schedule file.
 
-
-def find_problems(
-    spec: ModelSpec,
-    args: Any,
-    section: Parallelism,
-    *,
-    local_batch_size: int,
-    num_accumulation: int,
-) -> list[Problem]:
-    """Return the problems of a pipeline's settings; none without a pipeline.
-
-    num_accumulation: local batches in a step, which run in one schedule. 0: unknown.
+    spec: None if there is no such model. Then there are no stages.
     """
-    if section.pipeline_parallel_degree == 1:
-        return []
-    plan, problems = _resolve(spec, args, section)
-    size = section.pipeline_parallel_microbatch_size
-    if local_batch_size % size:
-        expected = f"a divisor of training.local_batch_size = {local_batch_size}"
-        problems.append(Problem(_KEY + "microbatch_size", None, expected))
-    elif plan is not None and num_accumulation:
-        problems += _micro_batch_problems(plan, local_batch_size // size * num_accumulation)
-    return problems
+    schedule, csv = section.pipeline_parallel_schedule, section.pipeline_parallel_schedule_csv
+    text = ""
+    rows: schedule_view.Order = []
+    problems: tuple[Problem, ...] = ()
+    splits_backward = SCHEDULES[schedule].splits_backward
+    if csv:
+        try:
+            text = Path(csv).read_text()
+            rows = schedule_view.parse_csv(text)
+            schedule_view.simulate(rows)
+        except (OSError, ValueError) as error:
+            expected = f"a schedule file without deadlock; {error}"
+            problems = (Problem(_KEY + "schedule_csv", None, expected),)
+        splits_backward = any(action.kind in "IW" for row in rows for action in row)
+    plan = StagePlan(schedule, csv, text, rows, splits_backward, problems=problems)
+    return plan if spec is None else _with_stages(plan, spec, args, section)
 
 
 # ---- modules of stages
@@ -227,21 +227,6 @@ def prune(model: nn.Module, spec: ModelSpec, fqns: Iterable[str]) -> nn.Module:
 # ---- stages of ranks
 
 
-def splits_backward(section: Parallelism) -> bool:
-    """Return True if the schedule computes gradients of inputs and of weights in separate passes.
-
-    An unreadable CSV file counts as False: the check of the pipeline reports it.
-    """
-    if section.pipeline_parallel_degree == 1:
-        return False
-    if not section.pipeline_parallel_schedule_csv:
-        return SCHEDULES[section.pipeline_parallel_schedule].splits_backward
-    with suppress(OSError, ValueError):
-        rows = schedule_view.read_csv(section.pipeline_parallel_schedule_csv)
-        return any(action.kind in "IW" for row in rows for action in row)
-    return False
-
-
 def stage_ids(rank: int, pp: int, num_stages: int, schedule: str) -> tuple[int, ...]:
     """Return the stages of a rank: rank, rank + pp, ...; in a V-shaped schedule, the rank-th from each end."""
     if SCHEDULES[schedule].is_v_shaped:
@@ -249,21 +234,19 @@ def stage_ids(rank: int, pp: int, num_stages: int, schedule: str) -> tuple[int, 
     return tuple(range(rank, num_stages, pp))
 
 
-def _resolve(
-    spec: ModelSpec, args: Any, section: Parallelism
-) -> tuple[StagePlan | None, list[Problem]]:
-    """Return the plan, or None with the problems. A plan may have problems too."""
+def _with_stages(plan: StagePlan, spec: ModelSpec, args: Any, section: Parallelism) -> StagePlan:
+    """Return the plan with its stages, or with the problems. It may have both."""
     if "n_layers" not in spec.constraints(args):
         expected = (
             f'1: {spec.name} does not state its number of layers ("n_layers" in its constraints)'
         )
-        return None, [Problem(_KEY + "degree", None, expected)]
+        return replace(plan, problems=(Problem(_KEY + "degree", None, expected),))
     names = module_names(spec, args)
     configured = section.module_fqns_per_model_part
     first_less = section.pipeline_parallel_first_stage_less_layers
     last_less = section.pipeline_parallel_last_stage_less_layers
     problems: list[Problem] = []
-    fqns: tuple[tuple[str, ...], ...]
+    fqns: Fqns
     if configured is not None:
         problems = [
             Problem(
@@ -273,10 +256,10 @@ def _resolve(
             )
             for text in check_explicit(names, configured)
         ]
-    ranks, problems_of_ranks = _ranks(section, len(names.blocks))
+    ranks, problems_of_ranks = _ranks(plan, section, len(names.blocks))
     problems += problems_of_ranks
     if ranks is None or problems:
-        return None, problems
+        return replace(plan, problems=tuple(problems))
     num_stages = sum(map(len, ranks))
     try:
         if configured:
@@ -288,20 +271,18 @@ def _resolve(
             "lower it, or pipeline_parallel_first_stage_less_layers and "
             "pipeline_parallel_last_stage_less_layers"
         )
-        return None, [
-            Problem(_KEY + "degree", None, f"enough layers for each stage; {error}", remedy)
-        ]
+        expected = f"enough layers for each stage; {error}"
+        return replace(plan, problems=(Problem(_KEY + "degree", None, expected, remedy),))
     for alias, name in spec.tied(args):
         if _stage_of(alias, fqns) != _stage_of(name, fqns):
             expected = (
                 f"1 with this model: {alias} and {name} are one tensor, but on different stages"
             )
             problems.append(Problem(_KEY + "degree", None, expected, "untie them in [model.args]"))
-    schedule, csv = section.pipeline_parallel_schedule, section.pipeline_parallel_schedule_csv
-    return StagePlan(schedule, csv, fqns, ranks), problems
+    return replace(plan, fqns=fqns, ranks=ranks, problems=tuple(problems))
 
 
-def _stage_of(parameter: str, fqns: tuple[tuple[str, ...], ...]) -> int:
+def _stage_of(parameter: str, fqns: Fqns) -> int:
     return next(
         stage
         for stage, names in enumerate(fqns)
@@ -310,12 +291,12 @@ def _stage_of(parameter: str, fqns: tuple[tuple[str, ...], ...]) -> int:
 
 
 def _ranks(
-    section: Parallelism, num_layers: int
+    plan: StagePlan, section: Parallelism, num_layers: int
 ) -> tuple[tuple[tuple[int, ...], ...] | None, list[Problem]]:
     """Return the stages of each rank, or None with the problems."""
-    pp, schedule = section.pipeline_parallel_degree, section.pipeline_parallel_schedule
+    pp, schedule = section.pipeline_parallel_degree, plan.schedule
     if schedule.startswith("PipelineSchedule"):
-        return _ranks_of_csv(section)
+        return _ranks_of_csv(plan, section)
     configured = section.module_fqns_per_model_part
     per_stage = section.pipeline_parallel_layers_per_stage
     is_multi = SCHEDULES[schedule].is_multi
@@ -360,30 +341,24 @@ def _stages_per_rank(schedule: str) -> range:
 
 
 def _ranks_of_csv(
-    section: Parallelism,
+    plan: StagePlan, section: Parallelism
 ) -> tuple[tuple[tuple[int, ...], ...] | None, list[Problem]]:
     """Return the stages of each rank in the schedule file, or None with the problems of the file."""
-    key, pp = _KEY + "schedule_csv", section.pipeline_parallel_degree
-    path = section.pipeline_parallel_schedule_csv
-    try:
-        order = schedule_view.read_csv(path) if path else []
-        if order:
-            schedule_view.simulate(order)
-    except (OSError, ValueError) as error:
-        return None, [Problem(key, None, f"a schedule file without deadlock; {error}")]
-    if not order:
-        expected = f"the file with the schedule, for {section.pipeline_parallel_schedule}"
+    key, pp, num_rows = _KEY + "schedule_csv", section.pipeline_parallel_degree, len(plan.rows)
+    if plan.problems:
+        return None, [*plan.problems]
+    if not plan.rows:
+        expected = f"the file with the schedule, for {plan.schedule}"
         return None, [Problem(key, None, expected)]
-    if len(order) != pp:
-        return None, [Problem(key, None, f"one line per pipeline rank: {pp}; it has {len(order)}")]
-    ranks = tuple(tuple(sorted({action.stage for action in row})) for row in order)
+    if num_rows != pp:
+        return None, [Problem(key, None, f"one line per pipeline rank: {pp}; it has {num_rows}")]
+    ranks = tuple(tuple(sorted({action.stage for action in row})) for row in plan.rows)
     num_stages = 1 + max(stage for stages in ranks for stage in stages)
     configured = section.module_fqns_per_model_part
     if configured is not None and len(configured) != num_stages:
         expected = f"as many stages as module_fqns_per_model_part has: {len(configured)}; it has {num_stages}"
         return None, [Problem(key, None, expected)]
-    schedule = section.pipeline_parallel_schedule
-    round_robin = tuple(stage_ids(rank, pp, num_stages, schedule) for rank in range(pp))
+    round_robin = tuple(stage_ids(rank, pp, num_stages, plan.schedule) for rank in range(pp))
     if ranks != round_robin:
         expected = f"stages distributed round robin, {round_robin}; it has {ranks}"
         return None, [Problem(key, None, expected)]
@@ -393,9 +368,21 @@ def _ranks_of_csv(
 # ---- micro-batches
 
 
-def _micro_batch_problems(plan: StagePlan, number: int) -> list[Problem]:
-    """Return the problems of a step with `number` micro-batches, by the rules of torch's schedules."""
-    if plan.csv:
+def micro_batch_problems(
+    plan: StagePlan, size: int, *, local_batch_size: int, num_accumulated: int
+) -> list[Problem]:
+    """Return the problems of a step's micro-batches, by the rules of torch's schedules.
+
+    size: samples of a micro-batch. num_accumulated: local batches in a step, which run in one
+    schedule. 0: unknown.
+    """
+    if local_batch_size % size:
+        expected = f"a divisor of training.local_batch_size = {local_batch_size}"
+        return [Problem(_KEY + "microbatch_size", None, expected)]
+    number = local_batch_size // size * num_accumulated
+    if not number or not plan.fqns:
+        return []
+    if plan.rows:
         return _csv_problems(plan, number)
     reason = schedule_view.refusal(plan.schedule, number, plan.pp, plan.num_stages)
     if not reason:
@@ -417,7 +404,7 @@ def _micro_batch_problems(plan: StagePlan, number: int) -> list[Problem]:
 
 def _csv_problems(plan: StagePlan, number: int) -> list[Problem]:
     """Check that a schedule file computes each of `number` micro-batches once on each stage."""
-    actions = [action for row in schedule_view.read_csv(plan.csv) for action in row]
+    actions = [action for row in plan.rows for action in row]
     forward = sorted((action.stage, action.micro_batch) for action in actions if action.kind == "F")
     backward = sorted(
         (action.stage, action.micro_batch) for action in actions if action.kind in "BW"

@@ -80,7 +80,7 @@ def record_rank(
     dims = run.dims
     recorder = Recorder(device_type, matmul_workspace)
     device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)
-    sections = model_sections(run.config)
+    sections = model_sections(run)
     with faking(recorder) as fake:
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
         recorder.name_dimensions(world.groups)

@@ -15,12 +15,12 @@ import pytest
 
 from torchtitan_like.check import check_config, context, load_checked
 from torchtitan_like.check.context import RunContext, _cpu_has_bfloat16, build_context
+from torchtitan_like.check.model_checks import check_model
 from torchtitan_like.check.rules import QUANTIZE_RULES, RULES
 from torchtitan_like.cli import main
 from torchtitan_like.config import ConfigError, load_config
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.problems import broken_rules as find_broken
-from torchtitan_like.models.spec import get_spec, resolve_args
 
 CONFIG = "train_configs/debug_model.toml"  # 6 layers, 16 heads, 256 tokens, batches of 4; validation is on
 SHORT = {
@@ -477,9 +477,7 @@ def layout(line: str, ranks: int) -> RunContext:
     device = "cpu" if "device=cpu" in line else None
     line = " ".join(word for word in line.split() if not word.startswith("device"))
     config = load_config(["--job.config_file", CONFIG, *arguments(line)])
-    spec = get_spec(config.model.name)
-    args = resolve_args(spec, config.model.flavor, config.model.args)
-    return build_context(config, ranks, spec, args, device)
+    return build_context(config, ranks, check_model(config), device)
 
 
 def test_a_refused_value_causes_no_further_problems() -> None:

@@ -13,7 +13,7 @@ from scripts import pp_bubble
 from torchtitan_like.distributed.schedule_view import (
     Action,
     order_of,
-    read_csv,
+    parse_csv,
     refusal,
     simulate,
     timeline_lines,
@@ -96,12 +96,9 @@ def test_1f1b_refuses_too_few_micro_batches():
 # ---- files
 
 
-def test_read_csv_accepts_idle_steps_overlaps_and_messages(tmp_path):
-    path = tmp_path / "schedule.csv"
-    path.write_text(
-        "0UNSHARD,0F0,,0SEND_F0,(0F1;0B0)OVERLAP_F_B\n1RECV_F0,1F0,1I0,1W0,1REDUCE_GRAD,1SEND_B0\n\n"
-    )
-    assert read_csv(path) == [
+def test_parse_csv_accepts_idle_steps_overlaps_and_messages():
+    text = "0UNSHARD,0F0,,0SEND_F0,(0F1;0B0)OVERLAP_F_B\n1RECV_F0,1F0,1I0,1W0,1REDUCE_GRAD,1SEND_B0\n\n"
+    assert parse_csv(text) == [
         [Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0)],
         [Action(1, "F", 0), Action(1, "I", 0), Action(1, "W", 0)],
     ]
@@ -116,11 +113,9 @@ def test_read_csv_accepts_idle_steps_overlaps_and_messages(tmp_path):
         ("", "it is empty"),
     ],
 )
-def test_a_malformed_file_is_reported_with_its_line(tmp_path, text, message):
-    path = tmp_path / "schedule.csv"
-    path.write_text(text)
+def test_a_malformed_file_is_reported_with_its_line(text, message):
     with pytest.raises(ValueError, match=message.replace('"', "'")):
-        read_csv(path)
+        parse_csv(text)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchtitan_like.distributed.schedule_view import order_of
 from torchtitan_like.distributed.stages import (
     ModuleNames,
     check_explicit,
-    find_problems,
+    micro_batch_problems,
     module_names,
     plan_stages,
     prune,
@@ -206,14 +206,18 @@ def test_a_parameter_outside_all_modules_is_refused():
 # ---- refused configurations
 
 
-def problems_of(settings, *, args=ARGS, local_batch_size=8, num_accumulation=1):
-    return find_problems(
-        SPEC, args, settings, local_batch_size=local_batch_size, num_accumulation=num_accumulation
-    )
+def problems_of(settings, *, args=ARGS, local_batch_size=8, num_accumulated=1):
+    plan = plan_stages(SPEC, args, settings)
+    size = settings.pipeline_parallel_microbatch_size
+    return [
+        *plan.problems,
+        *micro_batch_problems(
+            plan, size, local_batch_size=local_batch_size, num_accumulated=num_accumulated
+        ),
+    ]
 
 
 VALID = [
-    section(pp=1, layers_per_stage=1),
     section(),
     section(pp=8, schedule="GPipe", microbatch_size=8),
     section(pp=4, schedule="Interleaved1F1B"),
@@ -294,20 +298,13 @@ def test_the_remedy_names_valid_numbers():
 
 
 def test_accumulation_adds_micro_batches():
-    assert problems_of(section(pp=4, microbatch_size=4), num_accumulation=2) == []
+    assert problems_of(section(pp=4, microbatch_size=4), num_accumulated=2) == []
 
 
 def test_a_model_without_a_number_of_layers_is_refused():
     spec = dataclasses.replace(SPEC, constraints=lambda args: {})
-    (problem,) = find_problems(spec, ARGS, section(), local_batch_size=8, num_accumulation=1)
+    (problem,) = plan_stages(spec, ARGS, section()).problems
     assert "does not state its number of layers" in problem.expected
-
-
-def test_plan_stages_refuses_an_invalid_configuration():
-    with pytest.raises(
-        ValueError, match="pipeline_parallel_degree: expected enough layers for each stage"
-    ):
-        plan_stages(SPEC, ARGS, section(pp=9, schedule="GPipe"))
 
 
 def write_schedule(path, order):
@@ -358,6 +355,17 @@ def test_a_schedule_file_must_match_the_run(tmp_path, order, others, message):
     assert (message is None) == (problems == [])
     if message is not None:
         assert re.search(message, problems[0].expected), problems[0].expected
+
+
+def test_a_schedule_file_is_read_once(tmp_path):
+    """A file that is edited while a run starts does not mix two schedules."""
+    order = order_of("1F1B", 2, 1, 8)
+    path = tmp_path / "schedule.csv"
+    text = write_schedule(path, order)
+    plan = plan_stages(SPEC, ARGS, section(schedule="PipelineScheduleMulti", csv=text))
+    path.write_text("0F0,0I0,0W0")
+    assert plan.order(8) == order and not plan.splits_backward
+    assert micro_batch_problems(plan, 1, local_batch_size=8, num_accumulated=1) == []
 
 
 def test_stages_needs_no_torch():

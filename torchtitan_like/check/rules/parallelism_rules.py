@@ -26,7 +26,7 @@ from torchtitan_like.check.rules.keys import (
 )
 from torchtitan_like.config.problems import Problem, Rule
 from torchtitan_like.distributed.float8 import FLOAT8
-from torchtitan_like.distributed.stages import find_problems
+from torchtitan_like.distributed.stages import micro_batch_problems
 from torchtitan_like.models.spec import num_mtp_layers
 
 ASYNC_TP = "parallelism.enable_async_tensor_parallel"
@@ -40,8 +40,8 @@ DATA_PARALLEL_RULES: tuple[Rule[RunContext], ...] = (
             f"replicated weights, but data_parallel_shard_degree is {run.dims.dp_shard} in this run"
         ),
         lambda run: (
-            f"set data_parallel_shard_degree = 1 and data_parallel_replicate_degree = {run.dims.dp}, or "
-            'data_parallel_impl = "fsdp2"'
+            "set data_parallel_shard_degree = 1 and "
+            f'data_parallel_replicate_degree = {run.dims.dp}, or data_parallel_impl = "fsdp2"'
         ),
         DEGREES,
     ),
@@ -201,11 +201,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-of-dense-model",
         EP,
-        lambda run: (
-            run.parallelism.expert_parallel_degree > 1
-            and run.limits is not None
-            and not run.size("n_experts")
-        ),
+        lambda run: run.divides_experts and run.limits is not None and not run.size("n_experts"),
         lambda run: f"1: {run.config.model.name} has no experts",
         "remove it",
         MODEL_KEYS,
@@ -279,12 +275,7 @@ EXPERT_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "experts-of-tensor-parallel-ranks-on-old-torch",
         TP,
-        lambda run: (
-            run.is_resolved
-            and run.dims.ep == 1
-            and run.dims.has_experts_mesh
-            and run.torch_release < (2, 12)
-        ),
+        lambda run: run.dims.ep == 1 and run.dims.has_experts_mesh and run.torch_release < (2, 12),
         "1 for a model with experts: FSDP2 shards them over tensor-parallel ranks too, which torch "
         "before 2.12 cannot do",
         f"install torch 2.12 or later, or set {SEQUENCE_PARALLEL} = false",
@@ -509,19 +500,15 @@ def check_degrees(run: RunContext) -> Iterator[Problem]:
 
 def check_pipeline(run: RunContext) -> Iterator[Problem]:
     """Check layers, schedule and micro-batches against the stages."""
-    if run.spec is None:
+    if run.spec is None or run.stage_plan is None:
         return
-    local_batch_size = run.config.training.local_batch_size
-    stage_problems = [
-        problem
-        for num_accumulation in run.accumulations
-        for problem in find_problems(
-            run.spec,
-            run.args,
-            run.parallelism,
-            local_batch_size=local_batch_size,
-            num_accumulation=num_accumulation,
+    problems = [*run.stage_plan.problems]
+    for num_accumulated in run.accumulations:
+        problems += micro_batch_problems(
+            run.stage_plan,
+            run.parallelism.pipeline_parallel_microbatch_size,
+            local_batch_size=run.config.training.local_batch_size,
+            num_accumulated=num_accumulated,
         )
-    ]
-    for problem in dict.fromkeys(stage_problems):
+    for problem in dict.fromkeys(problems):
         yield replace(problem, involves=PIPELINE_KEYS)

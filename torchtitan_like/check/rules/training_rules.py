@@ -87,7 +87,8 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
             f"{run.geometry.samples_per_pass}"
         ),
         lambda run: (
-            f"set both to multiples of {run.geometry.samples_per_pass}, or change training.local_batch_size"
+            f"set both to multiples of {run.geometry.samples_per_pass}, "
+            "or change training.local_batch_size"
         ),
         ("training.local_batch_size", *DEGREES),
     ),
