@@ -90,6 +90,8 @@ class Pipeline:
         self.neighbor_groups = neighbor_groups
         self.microbatch_size = microbatch_size
         self.sequence_shards = sequence_shards
+        for part in self.parts:
+            part.sequence_shards = sequence_shards  # type: ignore[assignment]
         self.width = width
         self.dtype = dtype
         self.stage_tensors = stage_tensors

@@ -9,11 +9,13 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import flex_attention
 
 from tests.harness.hf_weights import to_external, to_native
 from tests.unit.models.families import FAMILIES, LLAMA3, SIGMOID, UNTIED, random_sizes
 from torchtitan_like.models import InitRule, get_spec, resolve_args
 from torchtitan_like.models.hf_table import links
+from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 
 EACH = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
@@ -691,6 +693,44 @@ def test_two_stages_equal_the_whole_model(family):
     assert torch.equal(last(first(tokens), tokens), model(tokens, tokens))
     layers = {name.split(".")[1] for name, _ in last.named_parameters() if "layers" in name}
     assert layers == {"2"}
+
+
+# Block masks of one forward pass with plainly causal attention, and with document borders.
+NUM_MASKS = {"hf": (1, 2), "gpt_oss": (1, 2), "llama4": (1, 2)}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_share_the_block_masks_of_a_forward_pass(name, documents, monkeypatch):
+    """Flex attention also runs on CPU here, instead of the reference kernel."""
+    calls = []
+    create = flex_attention.create_block_mask
+    monkeypatch.setattr(
+        flex_attention,
+        "create_block_mask",
+        lambda *args, **options: calls.append(args) or create(*args, **options),
+    )
+    monkeypatch.setitem(kernels.KERNELS, "sdpa", kernels.KERNELS["flex"])
+    family = FAMILIES[name]
+    mask_type = "block_causal" if documents else "causal"
+    args, model = family.build({"attn_mask_type": mask_type, "attn_type": "sdpa"})
+    tokens = family.some_tokens(args, seq=32)
+    positions = torch.arange(32).remainder(20).expand(tokens.shape) if documents else None
+    with torch.no_grad():
+        model(tokens, positions=positions)
+    assert len(calls) == NUM_MASKS.get(name, (0, 1))[documents]
+
+
+@pytest.mark.parametrize("name", ["hf", "gpt_oss", "llama4"])
+def test_a_later_stage_masks_whole_sequences_with_sequence_parallelism(name):
+    family = FAMILIES[name]
+    _, stage = family.build(UNTIED)
+    stage.tok_embeddings = None
+    stage.sequence_shards = 2
+    hidden = torch.zeros(2, 32, 64)  # this rank's half of the positions
+    mask = stage.build_mask(hidden, None, hidden.dtype)
+    assert mask.full is None and mask.local.shape[2] == 64
 
 
 @EACH

@@ -11,7 +11,7 @@ from torchtitan_like.models.layers.attention import Attention
 from torchtitan_like.models.layers.balance import Balance
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock, FeedForward
 from torchtitan_like.models.layers.kernels import Core, attention_kernel
-from torchtitan_like.models.layers.local_attention import local_core, local_masks
+from torchtitan_like.models.layers.local_attention import local_core
 from torchtitan_like.models.layers.moe import Experts, MoE, Router
 from torchtitan_like.models.layers.rotary import (
     DynamicRotaryEmbedding,
@@ -31,7 +31,11 @@ class Transformer(Decoder):
         kernel = attention_kernel(args.attn_type)
         # Layers of a kind share a function, so that they share a compilation.
         cores = {
-            window: local_core(kernel, window=window) if args.sliding_window_size else kernel.core
+            window: (
+                local_core(kernel.core, is_local=window > 0)
+                if args.sliding_window_size
+                else kernel.core
+            )
             for window in {args.window(layer) for layer in range(args.n_layers)}
         }
 
@@ -43,8 +47,8 @@ class Transformer(Decoder):
             return DecoderBlock(args, attention, feed_forward)
 
         super().__init__(args, build_block)
-        if self.attention_mask is not None and args.sliding_window_size:
-            self.attention_mask = local_masks(kernel.mask, window=args.sliding_window_size)
+        if args.sliding_window_size:
+            self.use_local_masks(kernel, args.max_seq_len, window=args.sliding_window_size)
 
 
 def _build_attention(args: DenseArgs, rotary: RotaryEmbedding, core: Core) -> Attention:

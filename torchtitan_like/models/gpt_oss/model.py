@@ -6,7 +6,7 @@ from torchtitan_like.models.gpt_oss.flavors import GptOssArgs
 from torchtitan_like.models.layers.balance import Balance
 from torchtitan_like.models.layers.decoder import Decoder, DecoderBlock
 from torchtitan_like.models.layers.kernels import attention_kernel
-from torchtitan_like.models.layers.local_attention import SinkAttention, local_core, local_masks
+from torchtitan_like.models.layers.local_attention import SinkAttention, local_core
 from torchtitan_like.models.layers.moe import BiasedExperts, MoE, Router
 from torchtitan_like.models.layers.rotary import RotaryEmbedding, Yarn
 
@@ -19,7 +19,7 @@ class Transformer(Decoder):
         kernel = attention_kernel(args.attn_type)
         # Layers of a kind share a function, so that they share a compilation.
         cores = {
-            window: local_core(kernel, window=window, sink_index=args.head_dim)
+            window: local_core(kernel.core, is_local=window > 0, sink_index=args.head_dim)
             for window in {args.window(layer) for layer in range(args.n_layers)}
         }
 
@@ -35,10 +35,9 @@ class Transformer(Decoder):
             return DecoderBlock(args, attention, moe=_build_moe(args))
 
         super().__init__(args, build_block)
-        if self.attention_mask is not None:
-            self.attention_mask = local_masks(
-                kernel.mask, window=args.sliding_window_size, has_sink=True
-            )
+        self.use_local_masks(
+            kernel, args.max_seq_len, window=args.sliding_window_size, has_sink=True
+        )
 
 
 def _build_rotary(args: GptOssArgs) -> RotaryEmbedding:

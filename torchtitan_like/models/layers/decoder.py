@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan_like.models.layers.head import OutputHead
-from torchtitan_like.models.layers.kernels import Mask, attention_kernel
+from torchtitan_like.models.layers.kernels import Kernel, Mask, attention_kernel
+from torchtitan_like.models.layers.local_attention import local_masks
 from torchtitan_like.models.layers.moe import MoE
 from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
@@ -104,9 +105,15 @@ class Decoder(nn.Module):
     `attention_mask` and each attention's `core` are seams: see `layers.kernels`.
 
     build_block: returns a new block for a layer's number.
+
+    needs_mask: attention also needs its mask without positions, for windows, chunks, or sinks.
+    sequence_shards: of the positions of the hidden states that a pipeline stage receives; more than
+        one with sequence parallelism.
     """
 
     attention_mask: Mask | None
+    needs_mask = False
+    sequence_shards = 1
 
     def __init__(self, args: DecoderArgs, build_block: Callable[[int], nn.Module]) -> None:
         super().__init__()
@@ -130,13 +137,40 @@ class Decoder(nn.Module):
         (batch, seq), where given, count from the start of each token's document.
         """
         h = tokens if self.tok_embeddings is None else self.tok_embeddings(tokens)
-        mask = None
-        if positions is not None and self.attention_mask is not None:
-            mask = self.attention_mask(positions, h.dtype, positions.shape[1])
+        mask = self.build_mask(tokens, positions, h.dtype)
         for layer in self.layers.values():
             h = layer(h, positions, mask)
         h = h if self.norm is None else self.norm(h)
         return cast(Tensor, h if self.output is None else self.output(h, labels))
+
+    def use_local_masks(
+        self,
+        kernel: Kernel,
+        max_seq_len: int,
+        *,
+        window: int = 0,
+        chunk: int = 0,
+        has_sink: bool = False,
+    ) -> None:
+        """Give the layers `Masks`: some have a window or a chunk. See `local_masks`."""
+        by_document = self.attention_mask is not None
+        self.needs_mask = has_sink or 0 < (window or chunk) < max_seq_len
+        if by_document or self.needs_mask:
+            self.attention_mask = local_masks(
+                kernel.mask, by_document=by_document, window=window, chunk=chunk, has_sink=has_sink
+            )
+
+    def build_mask(self, tokens: Tensor, positions: Tensor | None, dtype: torch.dtype) -> Any:
+        """Return the mask of one forward pass, which all layers share; None: plainly causal.
+
+        tokens: the input of `forward`. dtype: of the activations.
+        """
+        if self.attention_mask is None or (positions is None and not self.needs_mask):
+            return None
+        if positions is None:
+            shards = self.sequence_shards if self.tok_embeddings is None else 1
+            positions = torch.arange(tokens.shape[1] * shards, device=tokens.device)[None]
+        return self.attention_mask(positions, dtype, positions.shape[1])
 
     def init_buffers(self, device: torch.device) -> None:
         """Compute the buffers on `device`; call it again after materializing the model."""

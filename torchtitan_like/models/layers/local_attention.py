@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from torchtitan_like.models.layers.attention import Attention
-from torchtitan_like.models.layers.kernels import Core, Kernel, Mask
+from torchtitan_like.models.layers.kernels import Core, Mask
 from torchtitan_like.models.layers.norm import normalize
 from torchtitan_like.models.layers.rotary import RotaryEmbedding
 
@@ -31,51 +31,55 @@ class Masks(NamedTuple):
     local: Any
 
 
-def local_core(
-    kernel: Kernel, *, window: int = 0, chunk: int = 0, sink_index: int | None = None
-) -> Core:
-    """Return the core of one layer of a model with limits; it receives `Masks` or None.
+def local_core(core: Core, *, is_local: bool, sink_index: int | None = None) -> Core:
+    """Return the core of one layer of a model with limits.
 
-    window: number of keys that a query attends to, itself included; 0: all.
-    chunk: number of tokens that attend to each other; 0: all.
+    It receives the model's `Masks`; None: no sequence is longer than the limit.
+
+    is_local: the layer has the limit, and uses the mask of these layers.
     sink_index: the element of a head that is the sink's (`SinkAttention`); None: no sink.
     """
-    limit = window or chunk
-    has_sink = sink_index is not None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, masks: Masks | None = None) -> Tensor:
-        num_queries, num_keys = q.shape[2], k.shape[2]
         mask = None
         if masks is not None:
-            mask = masks.local if limit else masks.full
-        elif limit and (has_sink or num_keys > limit):
-            index = torch.arange(num_keys - num_queries, num_keys, device=q.device)
-            options = {"window": window, "chunk": chunk, "has_sink": has_sink}
-            mask = kernel.mask(index[None], q.dtype, num_keys, **options)
+            mask = masks.local if is_local else masks.full
         if sink_index is not None:
             ones = k.new_ones(*k.shape[:2], 1, 1)
             sink = F.pad(ones, (sink_index, k.shape[-1] - sink_index - 1))
             k = torch.cat([sink, k], dim=2)
             v = F.pad(v, (0, 0, 1, 0))
-        return kernel.core(q, k, v, mask)
+        return core(q, k, v, mask)
 
     return attend
 
 
 def local_masks(
-    mask: Callable[..., Any], *, window: int = 0, chunk: int = 0, has_sink: bool = False
+    mask: Callable[..., Any],
+    *,
+    by_document: bool,
+    window: int = 0,
+    chunk: int = 0,
+    has_sink: bool = False,
 ) -> Mask:
-    """Return the model's mask for documents; it builds the `Masks` of `local_core`.
+    """Return the model's mask; it builds the `Masks` of all layers once per forward pass.
 
-    mask: the mask of the kernel.
+    mask: the mask of the kernel. by_document: attention ends at document borders. Otherwise only
+    the number of positions matters, and layers without a limit need no mask.
     """
+    limit = window or chunk
+    options = {"window": window, "chunk": chunk, "has_sink": has_sink}
 
     def build(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Masks:
-        full = mask(positions, dtype, num_keys, has_sink=has_sink)
-        if num_keys <= (window or chunk):
-            return Masks(full, full)
-        options = {"window": window, "chunk": chunk, "has_sink": has_sink}
-        return Masks(full, mask(positions, dtype, num_keys, **options))
+        is_unlimited = not limit or num_keys <= limit
+        if by_document:
+            full = mask(positions, dtype, num_keys, has_sink=has_sink)
+            local = full if is_unlimited else mask(positions, dtype, num_keys, **options)
+            return Masks(full, local)
+        if is_unlimited and not has_sink:
+            return Masks(None, None)
+        index = torch.arange(num_keys - positions.shape[1], num_keys, device=positions.device)
+        return Masks(None, mask(index[None], dtype, num_keys, **options))
 
     return build
 

@@ -97,11 +97,9 @@ class MTPDecoder(Decoder):
         # The embedding and the head run once for all depths: FSDP2 then gathers them once.
         ids = torch.cat([tokens, *(shift_tokens(tokens, depth) for depth in depths)])
         h, *embeddings = self.tok_embeddings(ids).chunk(1 + len(depths))
-        mask = None
+        mask = self.build_mask(tokens, positions, h.dtype)
         rotary_positions = positions
-        if self.attention_mask is not None and positions is not None:
-            mask = self.attention_mask(positions, h.dtype, positions.shape[1])
-        elif labels is not None:
+        if mask is None and labels is not None:
             rotary_positions = None
         blocks = list(self.layers.values())
         for block in blocks[: -self.num_mtp_layers]:

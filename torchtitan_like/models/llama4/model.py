@@ -10,7 +10,6 @@ from torchtitan_like.models.layers.local_attention import (
     RotatedAttention,
     UnrotatedAttention,
     local_core,
-    local_masks,
 )
 from torchtitan_like.models.layers.moe import InputWeightedExperts, MoE, Router
 from torchtitan_like.models.layers.rotary import Llama3, RotaryEmbedding
@@ -32,7 +31,9 @@ class Transformer(Decoder):
         )
         kernel = attention_kernel(args.attn_type)
         # Layers of a kind share a function, so that they share a compilation.
-        cores = {chunk: local_core(kernel, chunk=chunk) for chunk in (0, args.chunk_size)}
+        cores = {
+            chunk: local_core(kernel.core, is_local=chunk > 0) for chunk in (0, args.chunk_size)
+        }
 
         def build_block(layer: int) -> DecoderBlock:
             attention = _build_attention(args, layer, rotary, cores[args.chunk(layer)])
@@ -41,8 +42,7 @@ class Transformer(Decoder):
             return DecoderBlock(args, attention, FeedForward(args.dim, args.ffn_dim))
 
         super().__init__(args, build_block)
-        if self.attention_mask is not None:
-            self.attention_mask = local_masks(kernel.mask, chunk=args.chunk_size)
+        self.use_local_masks(kernel, args.max_seq_len, chunk=args.chunk_size)
 
 
 def _build_attention(
