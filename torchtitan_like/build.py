@@ -31,6 +31,7 @@ from torchtitan_like.distributed.recorder import trace_file
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.extensions.user_code import ExtensionError, Observers, resolve_name
+from torchtitan_like.models.argument_rules import slow_attention
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.models.layers.grouped_linear import select_product
 from torchtitan_like.models.layers.moe import describe_experts, force_round_robin_routing
@@ -38,6 +39,7 @@ from torchtitan_like.models.spec import (
     describe_size,
     fit_positions,
     get_spec,
+    has_documents,
     needs_positions,
     resolve_args,
 )
@@ -259,8 +261,9 @@ def build_model(run: RankRun, data: DataParts) -> ShardedModel:
     logger.info(f"Model {name} size: {describe_size(run.spec, run.args)}")
     with_tokens = bool(data.batches.sources or data.validation_sets)
     model = build_sharded_model(run, run.world, with_tokens=with_tokens)
-    for line in [*model.lines, *describe_attention(run, run.world.device)]:
+    for line in model.lines:
         logger.info(line)
+    log_attention(run, run.world.device)
     run.clock.begin_next()
     if run.origin.initializes:
         for part in model.parts:
@@ -308,28 +311,56 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Sharded
     return built._replace(lines=lines)
 
 
-def describe_attention(run: Run, device: torch.device) -> list[str]:
-    """Return a log line on what computes the attention of the model, if it has one.
+def log_attention(run: Run, device: torch.device) -> None:
+    """Log what computes the attention of the model and why, and warn if that is slow on a GPU.
 
     Raises ConfigError if the selected backend cannot.
     """
     args, training = run.args, run.config.training
     attn_type = getattr(args, "attn_type", "")
     if not attn_type:
-        return []
-    if attn_type != "sdpa" and device.type != "cpu":
-        return [f"Attention: {attn_type}"]
+        return
+    dtype, is_cpu = training.mixed_precision_param, device.type == "cpu"
+    reasons = [f'attn_type = "{attn_type}"', dtype, f"heads of {args.head_dim}"]
+    if attn_type == "sdpa" or is_cpu:
+        choices = _attention_choices(run, device)
+        used = {choice.backend for choice in choices.values()}
+        text = ", ".join(f"{choice} where it is {mask}" for mask, choice in choices.items())
+        text = f"scaled_dot_product_attention by {text}"
+        reasons.append(f'training.attention_backend = "{training.attention_backend}"')
+    else:
+        used, text = {attn_type}, attn_type
+    if device.type == "cuda":
+        reasons.append("compute capability {}.{}".format(*torch.cuda.get_device_capability(device)))
+    logger.info(f"Attention: {text} ({', '.join(reasons)})")
+    # No warning of a kernel that the user has chosen.
+    for kernel in () if is_cpu else sorted(used - {training.attention_backend}):
+        if reason := slow_attention(kernel, dtype=dtype, head_dim=args.head_dim):
+            logger.warning(f"Attention is slow: {reason}")
+            break
+
+
+def _attention_choices(run: Run, device: torch.device) -> dict[str, kernels.Choice]:
+    """Return the backends of attention that is "causal" only, and of attention that is "masked"."""
+    args, config = run.args, run.config
     heads = (args.n_heads, getattr(args, "n_kv_heads", None) or args.n_heads)
-    dtype = DTYPES[training.mixed_precision_param]
-    backend = kernels.describe_backend(heads, run.max_seq_len, args.head_dim, dtype, device)
-    if not backend:
+    dtype = DTYPES[config.training.mixed_precision_param]
+    limit = getattr(args, "sliding_window_size", 0) or getattr(args, "chunk_size", 0)
+    sizes = (heads, run.max_seq_len, args.head_dim, dtype, device)
+    choices = {}
+    if not has_documents(args):
+        has_some_queries = (
+            config.parallelism.context_parallel_degree > 1
+            and config.parallelism.context_parallel_rotate_method != "ulysses"
+        )
+        choices["causal"] = kernels.choose_backend(*sizes, has_all_queries=not has_some_queries)
+    if has_documents(args) or 0 < limit < run.max_seq_len:
+        choices["masked"] = kernels.choose_backend(*sizes, is_masked=True)
+    if not all(choice.backend for choice in choices.values()):
         expected = f"a backend for heads of {args.head_dim} elements in {dtype} on {device.type}"
         key, remedy = "training.attention_backend", 'set it to "auto"'
-        raise ConfigError([Problem(key, training.attention_backend, expected, remedy)])
-    return [
-        f"Attention: scaled_dot_product_attention by the {backend} backend where it is causal "
-        f'(training.attention_backend = "{training.attention_backend}")'
-    ]
+        raise ConfigError([Problem(key, config.training.attention_backend, expected, remedy)])
+    return choices
 
 
 def _token_loss(name: str, settings: Settings) -> TokenLoss | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,7 @@ from torchtitan_like.distributed.determinism import derive_seed, seed_device
 from torchtitan_like.distributed.parallelize import ShardedModel
 from torchtitan_like.distributed.world import World
 from torchtitan_like.models.layers.head import LossWithMTP, total_of
+from torchtitan_like.models.layers.kernels import documents_of
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.resilience.corruption import GradientCheck
@@ -44,14 +45,24 @@ class Feed:
         tensors = batch.tokens, batch.labels, batch.positions
         return tensors if self._context is None else self._context.shard(*tensors)
 
-    def to_device(self, local: Tokens, micro: int | slice) -> Tokens:
-        """Copy one micro-batch to the device as (rows, seq), or a slice of them as one batch."""
+    def run(
+        self,
+        model: Callable[..., Any],
+        batch: Batch,
+        local: Tokens,
+        micro: int | slice,
+        *arguments: int,
+    ) -> Any:
+        """Call a model, or a pipeline, with one micro-batch (rows, seq) on the device.
+
+        local: `shard` of the batch. micro: a slice gives some micro-batches as one. arguments: more
+        of the call.
+        """
         tokens, labels, positions = (
-            None if x is None else x[micro].view(-1, x.shape[-1]) for x in local
+            None if x is None else self._to_device(x[micro].view(-1, x.shape[-1])) for x in local
         )
-        assert tokens is not None and labels is not None
-        positions = None if positions is None else self._to_device(positions)
-        return self._to_device(tokens), self._to_device(labels), positions
+        with documents_of(None if batch.positions is None else batch.positions[micro]):
+            return model(tokens, labels, positions, *arguments)
 
 
 class StepLosses(NamedTuple):
@@ -169,7 +180,7 @@ class StepRunner:
             pipeline = self.model.pipeline
             seed = derive_seed(self.seed, batch.first_samples[0], pipeline.stage_numbers)
             seed_device(seed, device)
-            loss, token_losses = pipeline.step(*self.feed.to_device(local, slice(None)), num_valid)
+            loss, token_losses = self.feed.run(pipeline.step, batch, local, slice(None), num_valid)
             if sources is not None and token_losses is not None:
                 by_source = sum_by_source(token_losses, sources.flatten(), self.num_sources)
             return StepLosses(loss, by_source, None)
@@ -179,7 +190,7 @@ class StepRunner:
             self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
             self.on_micro_batch(micro)
             seed_device(derive_seed(self.seed, batch.first_samples[micro]), device)
-            output = self.model.parts[0](*self.feed.to_device(local, micro))
+            output = self.feed.run(self.model.parts[0], batch, local, micro)
             mtp = None
             if isinstance(output, LossWithMTP):
                 output, mtp, mtp_weight = output

@@ -128,7 +128,7 @@ def losses_of_datasets(
         sums = torch.zeros(4, dtype=torch.float64)
         for batch in _until_stop(batches, exchange_requests):
             local = feed.shard(batch)
-            output, labels = evaluate(*feed.to_device(local, 0)), local[1]
+            output, labels = feed.run(evaluate, batch, local, 0), local[1]
             loss, token_losses = output if isinstance(output, tuple) else (output, None)
             sums[0] += loss.item()
             sums[1] += count_valid(labels)

@@ -16,7 +16,7 @@ BASE = """
 # - asynchronous tensor parallelism: needs symmetric memory, in which ranks map their peers' memory
 # - CUDA graphs: the device has no capture, and the trainer does not use them
 # - cuDNN attention: cuDNN needs a real device; the cells use the flash kernel
-# - varlen attention: it reads document borders from the device, where all values are zero
+# - varlen attention: its kernel reads document borders from the device, where all values are zero
 # - values: all values read from the device are zero, including losses, norms and restored weights
 # - times, NCCL errors, out-of-memory errors of kernels, several nodes: the device executes nothing
 

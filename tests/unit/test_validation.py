@@ -29,8 +29,8 @@ def loss_of(batches: list[list[list[int]]], bytes_of_token: torch.Tensor) -> Dat
             tensor = torch.tensor(labels)[None]
             return tensor, tensor, None
 
-        def to_device(self, local: Any, micro: int) -> Any:
-            return (local[1][micro],)
+        def run(self, model: Any, batch: Any, local: Any, micro: int) -> Any:
+            return model(local[1][micro])
 
     group = HostGroup.alone()
     [(_, loss)] = losses_of_datasets(

@@ -158,6 +158,35 @@ def unsupported_attention(attn_type: str, *, device_type: str, dtype: str, head_
     return ""
 
 
+def slow_attention(kernel: str, *, dtype: str, head_dim: int) -> str:
+    """Return why a GPU computes attention slowly, and what to do; empty if it does not.
+
+    kernel: of `BACKENDS`, or another attention type.
+    """
+    if dtype not in HALF_TYPES:
+        return (
+            f"the fast kernels do not compute in {dtype}: "
+            'set training.mixed_precision_param = "bfloat16"'
+        )
+    if kernel == "math":
+        return (
+            f"only the math kernel computes heads of {head_dim} dimensions, and keeps the scores of "
+            "all pairs of tokens: change n_heads so that a head has a multiple of 8, at most 256"
+        )
+    if kernel == "cudnn" and head_dim < 64:
+        return (
+            f"cuDNN fills heads of {head_dim} dimensions with zeros up to 64: choose fewer heads "
+            "(n_heads) of at least 64 dimensions"
+        )
+    if kernel == "flex" and head_dim & (head_dim - 1):
+        padded = 1 << head_dim.bit_length()
+        return (
+            f"FlexAttention fills heads of {head_dim} dimensions with zeros up to {padded}: "
+            "choose a power of two, or another attn_type"
+        )
+    return ""
+
+
 def unsupported_backend(
     backend: str,
     *,

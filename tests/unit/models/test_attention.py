@@ -1,12 +1,16 @@
 """Attention kernels equal a plain softmax in float64. Unsupported combinations are refused."""
 
 import itertools
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from torchtitan_like.build import log_attention
+from torchtitan_like.config.loader import load_config
 from torchtitan_like.models import get_spec, resolve_args
 from torchtitan_like.models.argument_rules import (
     BACKENDS,
@@ -21,6 +25,7 @@ from torchtitan_like.models.layers.kernels import (
     attention_kernel,
     causal_attention,
 )
+from torchtitan_like.step import Feed
 
 LLAMA = get_spec("llama3")
 # Relative L2 error: a few roundings of 6e-8 (fp32) and 2e-3 (bf16) in forward and backward.
@@ -158,9 +163,10 @@ def varlen_reference(q, k, v, borders_q, borders_k, max_q, max_k, *, window_size
         and borders_q.dtype == torch.int32
         and window_size == (-1, 0)
     )
-    assert int(borders_q.diff().min()) > 0 and int(borders_q.diff().max()) <= max_q == max_k
-    out = torch.empty_like(q)
-    for start, end in zip(borders_q, borders_q[1:], strict=False):
+    assert borders_q[0] == 0 and borders_q[-1] == len(q)
+    assert int(borders_q.diff().min()) >= 0 and int(borders_q.diff().max()) <= max_q == max_k
+    out = torch.full_like(q, torch.nan)
+    for start, end in itertools.pairwise(borders_q.tolist()):
         segment = (x[start:end].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out[start:end] = causal_attention(*segment).squeeze(0).transpose(0, 1)
     return out
@@ -171,12 +177,59 @@ def test_varlen_gets_one_sequence_per_document(monkeypatch):
     q, k, v, _ = tensors()
     core, mask = KERNELS["varlen"]
     borders = mask(some_positions(), q.dtype, 24)
-    assert borders.tolist() == [0, 7, 8, 9, 18, 24, 43, 48]
+    # The bound of 8 is the next power of two: the last document is empty.
+    assert borders.tolist() == [0, 7, 8, 9, 18, 24, 43, 48, 48]
     expected = causal_attention(q, k, v, additive_mask(some_positions(), q.dtype, 24))
     assert relative(core(q, k, v, borders), expected) < 1e-6
     assert torch.equal(core(q, k, v), causal_attention(q, k, v))
     with pytest.raises(ValueError, match="10 queries for 24 keys"):
         mask(some_positions()[:, :10], q.dtype, 24)
+
+
+class HostReads(TorchDispatchMode):
+    """Record the operators with which the host reads a tensor of `device`."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = torch.device(device)
+        self.calls = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        reads = ("_local_scalar_dense", "item", "nonzero", "masked_select", "unique", "_unique2")
+        if name in reads and args[0].device == self.device:
+            self.calls.append(name)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("micro", [0, slice(None)])
+def test_document_borders_do_not_wait_for_the_device(micro):
+    """Tensors on `meta`, which have no values, stand for those of a device."""
+    positions = some_positions().repeat(3, 1, 1)  # three micro-batches, in a pipeline all at once
+    batch: Any = SimpleNamespace(tokens=positions, labels=positions, positions=positions)
+    world: Any = SimpleNamespace(to_device=lambda x: x.to("meta"))
+    feed = Feed(world, None)
+
+    def model(tokens, labels, positions):
+        return KERNELS["varlen"].mask(positions[:2], torch.bfloat16, 24)
+
+    with HostReads("meta") as log:
+        borders = feed.run(model, batch, feed.shard(batch), micro)
+    assert log.calls == [] and borders.device.type == "meta"
+    assert len(borders) == (9 if micro == 0 else 33)
+    assert kernels._host_positions is None
+    with HostReads("cpu") as log:  # without positions on the host
+        assert len(KERNELS["varlen"].mask(some_positions(), torch.bfloat16, 24)) == 9
+    assert log.calls == ["_local_scalar_dense"]
+
+
+@pytest.mark.parametrize("num_documents", [1, 2, 3, 4, 5, 24])
+def test_document_borders_have_all_documents(num_documents):
+    """All documents except the last one have one token."""
+    positions = (torch.arange(24) - num_documents + 1).clamp(min=0)
+    borders = KERNELS["varlen"].mask(positions[None], torch.bfloat16, 24).tolist()
+    assert borders[:num_documents] == list(range(num_documents))
+    assert set(borders[num_documents:]) == {24} and len(borders) - 1 < 2 * num_documents
 
 
 # ---- in a model
@@ -403,14 +456,94 @@ def test_a_backend_that_is_known_to_be_wrong_is_not_used(backend):
     assert kernels._backends(q, k, mask) == ["cudnn"]
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("options", [{}, {"is_masked": True}, {"has_all_queries": False}])
 @pytest.mark.parametrize(
     ("name", "used"),
     [("auto", "flash"), ("flash", "flash"), ("math", "math"), ("cudnn", "")],
 )
-def test_the_log_names_the_backend(backend, name, used):
+def test_torch_names_its_backend(backend, name, used, options):
     backend(name)
-    cpu = torch.device("cpu")
-    assert kernels.describe_backend((4, 2), 64, 16, torch.bfloat16, cpu) == used
+    choice = kernels.choose_backend((4, 2), 64, 16, torch.bfloat16, CPU, **options)
+    assert choice == (used, ())
+    q, k, v, _ = tensors(queries=12 if "has_all_queries" in options else 24)
+    mask = additive_mask(some_positions(), q.dtype, 24) if "is_masked" in options else None
+    if used == "flash":
+        assert operators(lambda: causal_attention(q, k, v, mask)) == {f"{FLASH}.default"}
+
+
+@pytest.mark.parametrize("message", ["No viable backend for", "No available kernel. Aborting"])
+def test_no_backend_is_no_error(monkeypatch, message):
+    def choose(*args, **options):
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    assert kernels.choose_backend((4, 2), 64, 16, torch.bfloat16, CPU).backend == ""
+
+
+def logged_attention(caplog, line="", device="cpu"):
+    """Return the log records of a model of 4 heads of 64 dimensions, with settings like "a.b=1"."""
+    caplog.clear()
+    caplog.set_level("INFO")
+    config = load_config([f"--{each}" for each in line.split()])
+    sizes = {"dim": 256, "n_heads": 4, **config.model.args}
+    args = resolve_args(get_spec(config.model.name), config.model.flavor, sizes)
+    run: Any = SimpleNamespace(args=args, config=config, max_seq_len=config.training.seq_len)
+    log_attention(run, torch.device(device))
+    return [(record.levelname, record.getMessage()) for record in caplog.records]
+
+
+def test_the_log_names_the_kernel_and_the_reasons_on_cpu(caplog):
+    text = 'Attention: scaled_dot_product_attention by flash where it is {} (attn_type = "{}", {})'
+    given = 'bfloat16, heads of 64, training.attention_backend = "auto"'
+    causal = text.format("causal", "sdpa", given)
+    assert logged_attention(caplog) == [("INFO", causal)]
+    documents = "model.args.attn_type=flex model.args.attn_mask_type=block_causal"
+    masked = text.format("masked", "flex", given)
+    assert logged_attention(caplog, documents) == [("INFO", masked)]
+    windows = "model.name=hf model.flavor=mistral model.args.sliding_window_size=64"
+    ((_, line),) = logged_attention(
+        caplog, f"{windows} model.args.head_dim=64 model.args.n_kv_heads=4"
+    )
+    assert "by flash where it is causal, flash where it is masked (" in line
+
+
+CUDNN = kernels.Choice("cudnn", ("cudnn", "flash", "efficient", "math"))
+FLOAT32 = "training.mixed_precision_param=float32"
+FLEX = "model.args.attn_type=flex model.args.attn_mask_type=block_causal"
+
+
+@pytest.mark.parametrize(
+    ("line", "choice", "text", "warning"),
+    [
+        ("", CUDNN, "by cudnn (of cudnn, flash, efficient, math) where it is causal (", ""),
+        (
+            "model.args.n_heads=16",
+            CUDNN,
+            "heads of 16",
+            "heads of 16 dimensions with zeros up to 64",
+        ),
+        ("training.attention_backend=cudnn model.args.n_heads=16", CUDNN, "by cudnn", ""),
+        (FLOAT32, kernels.Choice("efficient"), "by efficient", "do not compute in float32: set"),
+        ("", kernels.Choice("math"), "by math where", "only the math kernel computes heads of 64"),
+        ("training.attention_backend=math", kernels.Choice("math"), "by math", ""),
+        (FLEX, None, 'Attention: flex (attn_type = "flex", bfloat16, heads of 64, compute', ""),
+        (f"{FLEX} model.args.dim=384", None, "flex", "heads of 96 dimensions with zeros up to 128"),
+        (f"{FLEX} {FLOAT32}", None, "flex", "do not compute in float32"),
+        (FLEX.replace("flex", "varlen"), None, "Attention: varlen (", ""),
+    ],
+)
+def test_a_slow_kernel_of_a_gpu_gets_one_warning(monkeypatch, caplog, line, choice, text, warning):
+    monkeypatch.setattr(kernels, "choose_backend", lambda *args, **options: choice)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    (level, message), *others = logged_attention(caplog, line, "cuda")
+    assert level == "INFO" and text in message and message.endswith("compute capability 9.0)")
+    assert len(others) == bool(warning)
+    for level, message in others:
+        assert level == "WARNING" and message.startswith("Attention is slow: ")
+        assert warning in message
 
 
 SUPPORTED = {
@@ -502,7 +635,7 @@ def test_each_gpu_backend_equals_a_plain_softmax(backend, name, kv_heads):
     q, k, v, grad = tensors(torch.bfloat16, kv_heads=kv_heads, device="cuda", **size)
     sees = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril()
     backend(name)
-    used = kernels.describe_backend((4, kv_heads), 256, 64, torch.bfloat16, q.device)
+    used = kernels.choose_backend((4, kv_heads), 256, 64, torch.bfloat16, q.device).backend
     actual = with_gradients(causal_attention, q, k, v, grad)
     expected = with_gradients(
         lambda *qkv: plain(*qkv, sees), *(x.double() for x in (q, k, v)), grad.double()

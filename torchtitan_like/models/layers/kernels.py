@@ -17,7 +17,8 @@ to it. The given number of keys does not include it.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -43,6 +44,7 @@ _KNOWN_WRONG: tuple[tuple[str, Callable[[Tensor, Tensor, Tensor | None], bool]],
     ("cudnn", lambda q, k, mask: mask is not None and k.shape[2] % 128 == 64),
 )
 _selected = "auto"
+_host_positions: Tensor | None = None
 
 
 def select_backend(name: str) -> None:
@@ -83,9 +85,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device)
         mask = mask.tril(k.shape[2] - q.shape[2])
     backends = _backends(q, k, mask)
-    if not q.is_cpu and (mask is not None or q.dtype not in _HALF or "flash" not in backends):
-        # CUDA's flash kernel supports groups, but only in half precision without a mask. The other
-        # kernels need equal numbers of heads.
+    if not _supports_groups(q, mask, backends):
         k, v = equal_heads(q, k, v)
     options: dict[str, Any] = {
         "attn_mask": mask,
@@ -108,30 +108,77 @@ def _only(backends: list[str]) -> Any:
     return sdpa_kernel([getattr(SDPBackend, BACKENDS[name]) for name in backends])
 
 
-def describe_backend(
-    heads: tuple[int, int], seq_len: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> str:
-    """Return the name of the backend that computes causal attention of these shapes; "" if none can.
+class Choice(NamedTuple):
+    """The backend that computes attention, "" if none can, and all that could.
 
-    heads: of queries, and of keys and values.
+    usable: empty on devices other than CUDA, of which torch does not answer this question.
+    """
+
+    backend: str
+    usable: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.backend} (of {', '.join(self.usable)})" if self.usable else self.backend
+
+
+def choose_backend(
+    heads: tuple[int, int],
+    seq_len: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    is_masked: bool = False,
+    has_all_queries: bool = True,
+) -> Choice:
+    """Ask torch which backend `causal_attention` uses for these shapes.
+
+    heads: of queries, and of keys and values. is_masked: with an `additive_mask`. has_all_queries:
+    there are as many queries as keys.
     """
     from torch.nn.attention import SDPBackend
 
     one_head = torch.empty(head_dim, dtype=dtype, device=device, requires_grad=True)
     q, k = (one_head.expand(1, num_heads, seq_len, head_dim) for num_heads in heads)
-    backends = _backends(q, k, None)
-    if not q.is_cpu and (dtype not in _HALF or "flash" not in backends):
-        k = q  # see `causal_attention`
+    mask = None
+    if is_masked or not has_all_queries:
+        if not is_masked and "flash" in _backends(q, k, None) and _is_flash_possible(q, k, k):
+            return Choice("flash", ("flash",))
+        mask = torch.empty(seq_len, dtype=dtype, device=device).expand(1, 1, seq_len, seq_len)
+    backends = _backends(q, k, mask)
+    if not _supports_groups(q, mask, backends):
+        k = q
     grouped = q.shape[1] != k.shape[1]
     try:
         with _only(backends):
-            choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=grouped)
+            choice = torch._fused_sdp_choice(
+                q, k, k, mask, is_causal=mask is None, enable_gqa=grouped
+            )
     except RuntimeError as error:
-        if "No viable backend" not in str(error):
+        # The first message is of the CPU's choice, the second of CUDA's.
+        if not any(text in str(error) for text in ("No viable backend", "No available kernel")):
             raise
-        return ""
+        return Choice("")
     names = {getattr(SDPBackend, backend).value: name for name, backend in BACKENDS.items()}
-    return names[choice]
+    if not q.is_cuda:
+        return Choice(names[choice])
+    params = torch.backends.cuda.SDPAParams(q, k, k, mask, 0.0, mask is None, grouped)
+    can_use: dict[str, Callable[[Any], bool]] = {
+        "cudnn": torch.backends.cuda.can_use_cudnn_attention,
+        "flash": torch.backends.cuda.can_use_flash_attention,
+        "efficient": torch.backends.cuda.can_use_efficient_attention,
+        "math": lambda params: True,
+    }
+    return Choice(names[choice], tuple(name for name in backends if can_use[name](params)))
+
+
+def _supports_groups(q: Tensor, mask: Tensor | None, backends: list[str]) -> bool:
+    """Return True if the backend accepts fewer heads of keys and values than of queries.
+
+    CUDA's flash kernel does, but only in half precision without a mask. The others need equal
+    numbers of heads.
+    """
+    return q.is_cpu or (mask is None and q.dtype in _HALF and "flash" in backends)
 
 
 def additive_mask(
@@ -213,19 +260,39 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
     return cast(Tensor, out.unflatten(0, (batch, seq)).transpose(1, 2))
 
 
-def document_borders(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
-    """Return the offsets of documents in the concatenated samples, and the end: int32 (documents + 1,).
+@contextmanager
+def documents_of(positions: Tensor | None) -> Iterator[None]:
+    """Let models that run meanwhile know their documents on the host, before the device has them.
 
-    Waits for the device, since the size depends on the number of documents. Raises ValueError if
-    there are more keys than queries, because their documents then differ.
+    positions: on the host, of at least all tokens of a forward pass. See `document_borders`.
+    """
+    global _host_positions
+    before = _host_positions
+    _host_positions = positions
+    try:
+        yield
+    finally:
+        _host_positions = before
+
+
+def document_borders(positions: Tensor, dtype: torch.dtype, num_keys: int) -> Tensor:
+    """Return the offsets of documents in the concatenated samples: int32 (bound + 1,).
+
+    The number of documents is counted on the host (`documents_of`), and rounded up to a power of
+    two for few different shapes. Offsets beyond it are the end: these documents are empty. Without
+    positions on the host it waits for the device.
+
+    Raises ValueError if there are more keys than queries, because their documents then differ.
     """
     if positions.shape[1] != num_keys:
         raise ValueError(
             f'attn_type = "varlen" got {positions.shape[1]} queries for {num_keys} keys: expected whole '
             'sequences; use attn_type = "flex" or "sdpa"'
         )
-    starts = (positions.flatten() == 0).nonzero().flatten()
-    return F.pad(starts, (0, 1), value=positions.numel()).int()
+    counted = positions if _host_positions is None else _host_positions
+    bound = 1 << (int((counted == 0).sum()) - 1).bit_length()
+    starts = (positions.flatten() == 0).nonzero_static(size=bound + 1, fill_value=positions.numel())
+    return starts.flatten().int()
 
 
 KERNELS = {
