@@ -29,6 +29,7 @@ COMMON = (
 ).split()
 FP32 = "--training.mixed_precision_param=float32"
 BF16 = "--training.mixed_precision_param=bfloat16"
+FLOAT8 = "--model.converters=quantize.linear.float8 --quantize.linear.float8.filter_fqns=[]"
 SECONDS = 240  # that one run may take
 
 
@@ -84,14 +85,13 @@ CASES = {
     "overflow": Case("debug_model", f"{FP32} --debug.detect_overflow", 1e-3, "llama3"),
     "float8-rowwise": Case(
         "debug_model",
-        f"{BF16} --model.converters=quantize.linear.float8 "
-        "--quantize.linear.float8.recipe_name=rowwise",
+        f"{BF16} {FLOAT8} --quantize.linear.float8.recipe_name=rowwise",
         5e-2,
         "llama3-bf16",
     ),
     "float8-tensorwise": Case(
         "debug_model",
-        f"{BF16} --model.converters=quantize.linear.float8 --compile.enable",
+        f"{BF16} {FLOAT8} --compile.enable",
         5e-2,
         "llama3-bf16",
     ),

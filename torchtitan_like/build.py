@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import partial
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,7 +24,7 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.determinism import seed_everything
-from torchtitan_like.distributed.float8 import FLOAT8, after_optimizer_step
+from torchtitan_like.distributed.float8 import FLOAT8, HARDLY_FASTER, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Sections, ShardedModel, build_parts
@@ -262,7 +263,7 @@ def build_model(run: RankRun, data: DataParts) -> ShardedModel:
     with_tokens = bool(data.batches.sources or data.validation_sets)
     model = build_sharded_model(run, run.world, with_tokens=with_tokens)
     for line in model.lines:
-        logger.info(line)
+        logger.log(WARNING if line.startswith(HARDLY_FASTER) else INFO, line)
     log_attention(run, run.world.device)
     run.clock.begin_next()
     if run.origin.initializes:

@@ -48,7 +48,10 @@ PP = "--parallelism.pipeline_parallel_degree"
 CP = "--parallelism.context_parallel_degree"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 AC = "--activation_checkpoint.mode"
-FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name"
+FLOAT8 = (
+    "--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns [] "
+    "--quantize.linear.float8.recipe_name"
+)
 
 OP = "selective --activation_checkpoint.selective_ac_option op"
 EP = "--parallelism.expert_parallel_degree"

@@ -336,7 +336,9 @@ class Float8Linear(Section):
         None, "Scaling recipe. Unset: tensorwise with the settings of this section."
     )
     filter_fqns: list[str] = field(
-        [], "Linear layers whose names contain one of these are not converted."
+        ["auto_filter_small_kn"],
+        "Linear layers whose names contain one of these are not converted. auto_filter_small_kn "
+        "stands for those that torchao's rule finds too small to gain. An empty list converts all.",
     )
     emulate: bool = field(False, "Emulate float8 on devices without it. For tests.")
 

@@ -13,7 +13,7 @@ changes the numbers, by less than the rounding to 8 bits does.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 FLOAT8 = "quantize.linear.float8"
 # The kernels take operands whose dimensions are multiples of this.
 MULTIPLE = 16
+# In `filter_fqns`: do not convert layers that are too small to gain, as in TorchTitan.
+SMALL = "auto_filter_small_kn"
+# The line starts with this if a smaller share of the work gains from float8. It is a warning.
+LEAST_SHARE = 0.5
+HARDLY_FASTER = "Float8 will hardly be faster than bfloat16"
 
 
 def convert_to_float8(
@@ -34,26 +39,26 @@ def convert_to_float8(
 ) -> list[str]:
     """Convert linear layers of a model on meta, in place; return lines for the log.
 
-    Call it before any parallelism is applied. It converts an `nn.Linear` if its dimensions are
-    multiples of 16 on each of `tp` ranks and its name contains none of `filter_fqns`. A subclass,
-    such as the output head, has its own forward and is not converted.
+    Call it before any parallelism is applied.
 
     num_shards: ranks over which FSDP2 shards a weight. compiled: whether the model will be
     compiled.
     """
     from torch import nn
 
-    unit = MULTIPLE * tp
     linears = {
         fqn: module for fqn, module in model.named_modules() if isinstance(module, nn.Linear)
     }
-    chosen = {
-        fqn: module
-        for fqn, module in linears.items()
-        if type(module) is nn.Linear
-        and module.in_features % unit == module.out_features % unit == 0
-        and not any(part in fqn for part in section.filter_fqns)
-    }
+    gains = _size_rule(section.recipe_name or "tensorwise")
+    kept: dict[str, list[str]] = {}  # reason -> names of layers that are not converted
+    chosen = {}
+    for fqn, module in linears.items():
+        if reason := _reason_to_keep(module, fqn, section.filter_fqns, MULTIPLE * tp, gains):
+            kept.setdefault(reason, []).append(fqn)
+        else:
+            chosen[fqn] = module
+    gaining = sum(_work(module) for fqn, module in chosen.items() if gains(module, fqn))
+    total = sum(_work(module) for module in linears.values() if type(module) is nn.Linear)
     # A weight that is not sharded is not gathered, and torchao does not pad uneven shards.
     wants_gather = section.enable_fsdp_float8_all_gather and num_shards > 1
     gathered = {
@@ -70,7 +75,57 @@ def convert_to_float8(
         import torch._inductor.config as inductor_config
 
         inductor_config.emulate_precision_casts = True
-    return list(_lines(section, linears.keys(), chosen.keys(), gathered, num_shards))
+    lines = list(_lines(section, linears.keys(), kept, chosen.keys() - gathered, num_shards))
+    if gaining < LEAST_SHARE * total and not section.emulate:
+        lines.append(
+            f"{HARDLY_FASTER}: {gaining / total:.0%} of the work of linear layers is in converted "
+            "layers that torchao's rule finds large enough to gain. Expected at least "
+            f"{LEAST_SHARE:.0%}: remove {FLOAT8} from model.converters, or train a wider model"
+        )
+    return lines
+
+
+def _size_rule(recipe: str) -> Callable[[nn.Module, str], bool]:
+    """Return torchao's rule: whether a layer is large enough to be faster in float8 on an H100.
+
+    torchao has none for "rowwise_with_gw_hp", which gains less than "rowwise": that rule applies.
+    """
+    with fewer_warnings():
+        from torchao.float8 import _auto_filter_for_recipe
+
+    rule: Callable[[nn.Module, str], bool] = _auto_filter_for_recipe(
+        recipe.removesuffix("_with_gw_hp"), filter_fqns=[]
+    )
+    return rule
+
+
+def _reason_to_keep(
+    module: nn.Linear,
+    fqn: str,
+    filter_fqns: Collection[str],
+    unit: int,
+    gains: Callable[[nn.Module, str], bool],
+) -> str:
+    """Return why a layer is not converted, for the log; "" if it is.
+
+    unit: of which dimensions are multiples, so that a rank's shards are multiples of 16.
+    """
+    from torch import nn
+
+    if type(module) is not nn.Linear:  # such as the output head
+        return "with a forward of its own"
+    if module.in_features % unit or module.out_features % unit:
+        return f"with dimensions that are no multiples of {unit}"
+    if any(part in fqn for part in filter_fqns if part != SMALL):
+        return "in filter_fqns"
+    if SMALL in filter_fqns and not gains(module, fqn):
+        return f"too small to gain ({SMALL})"
+    return ""
+
+
+def _work(module: nn.Linear) -> int:
+    """Return the multiplications of a token in a layer."""
+    return module.in_features * module.out_features
 
 
 def _convert(model: nn.Module, fqns: Collection[str], section: Float8Linear, gathers: bool) -> None:
@@ -83,13 +138,21 @@ def _convert(model: nn.Module, fqns: Collection[str], section: Float8Linear, gat
 
 
 def _lines(
-    section: Float8Linear, linears: Set[str], chosen: Set[str], gathered: Set[str], num_shards: int
+    section: Float8Linear,
+    linears: Set[str],
+    kept: Mapping[str, Collection[str]],
+    not_gathered: Set[str],
+    num_shards: int,
 ) -> Iterator[str]:
     recipe = section.recipe_name or "tensorwise"
     emulated = ", emulated" if section.emulate else ""
+    num_converted = len(linears) - sum(map(len, kept.values()))
+    reasons = "; ".join(
+        f"{len(fqns)} {reason}: {_shortened(fqns)}" for reason, fqns in kept.items()
+    )
     yield (
-        f"Float8 training active ({recipe}{emulated}): {len(chosen)} of {len(linears)} linear layers "
-        f"converted, not converted: {_shortened(linears - chosen)}"
+        f"Float8 training active ({recipe}{emulated}): {num_converted} of {len(linears)} linear "
+        f"layers converted, not converted: {reasons or 'none'}"
     )
     if section.enable_fsdp_float8_all_gather:
         if num_shards == 1:
@@ -97,19 +160,19 @@ def _lines(
                 f"{FLOAT8}.enable_fsdp_float8_all_gather has no effect: no weight is sharded, so none "
                 "is gathered"
             )
-        elif chosen - gathered:
+        elif not_gathered:
             yield (
                 f"Not gathered in float8, because {num_shards} ranks do not divide the rows: "
-                f"{_shortened(chosen - gathered)}"
+                f"{_shortened(not_gathered)}"
             )
     for part in section.filter_fqns:
-        if not any(part in fqn for fqn in linears):
+        if part != SMALL and not any(part in fqn for fqn in linears):
             yield f"{FLOAT8}.filter_fqns: no name of a linear layer contains {part!r}"
 
 
 def _shortened(fqns: Iterable[str]) -> str:
     """Return the names, with one for all layers: `layers.*.attention.wq`."""
-    return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns})) or "none"
+    return ", ".join(sorted({re.sub(r"\.\d+\.", ".*.", fqn) for fqn in fqns}))
 
 
 def after_optimizer_step(

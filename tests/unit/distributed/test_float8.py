@@ -18,7 +18,7 @@ from torchtitan_like.config.sections_scale import (
 from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed import float8
 from torchtitan_like.distributed.dims import ParallelDims
-from torchtitan_like.distributed.float8 import convert_to_float8
+from torchtitan_like.distributed.float8 import HARDLY_FASTER, SMALL, convert_to_float8
 from torchtitan_like.distributed.parallelize import Sections, parallelize
 from torchtitan_like.models.spec import get_spec, resolve_args
 
@@ -29,6 +29,7 @@ LINEARS = {
     "attention.wq": (64, 64), "attention.wk": (32, 64), "attention.wv": (32, 64), "attention.wo": (64, 64),
     "feed_forward.w1": (192, 64), "feed_forward.w2": (64, 192), "feed_forward.w3": (192, 64),
 }  # fmt: skip
+SMALL_TOO = {"emulate": True, "filter_fqns": []}  # also layers that are too small to gain
 
 
 def convert(num_shards=1, tp=1, **section):
@@ -47,7 +48,7 @@ def convert(num_shards=1, tp=1, **section):
         model = spec.build(args)
     shapes = {name: p.shape for name, p in model.named_parameters()}
     assert {name: tuple(shapes[f"layers.0.{name}.weight"]) for name in LINEARS} == LINEARS
-    settings = Float8Linear(**{"emulate": True, **section})
+    settings = Float8Linear(**{**SMALL_TOO, **section})
     lines = convert_to_float8(model, settings, num_shards=num_shards, tp=tp, compiled=False)
     assert {name: p.shape for name, p in model.named_parameters()} == shapes
     assert list(model.state_dict()) == list(shapes)
@@ -70,8 +71,71 @@ def test_every_linear_layer_except_the_head_is_converted():
     assert converted(model) == in_both_blocks(*LINEARS)
     assert type(model.output).__name__ == "OutputHead"
     assert lines == [
-        "Float8 training active (tensorwise, emulated): 14 of 15 linear layers converted, not converted: output"
+        "Float8 training active (tensorwise, emulated): 14 of 15 linear layers converted, "
+        "not converted: 1 with a forward of its own: output"
     ]
+
+
+def test_the_log_counts_the_layers_that_are_not_converted_for_each_reason():
+    _, (line,) = convert(tp=4, filter_fqns=["feed_forward.w1", SMALL])
+    assert line.endswith(
+        "0 of 15 linear layers converted, not converted: "
+        "8 too small to gain (auto_filter_small_kn): layers.*.attention.wo, layers.*.attention.wq, "
+        "layers.*.feed_forward.w2, layers.*.feed_forward.w3; "
+        "4 with dimensions that are no multiples of 64: layers.*.attention.wk, "
+        "layers.*.attention.wv; 2 in filter_fqns: layers.*.feed_forward.w1; "
+        "1 with a forward of its own: output"
+    )
+
+
+# (out, in): whether torchao's rule converts such a layer: tensorwise, rowwise.
+SIZES = {
+    (1024, 4096): (False, False),
+    (1040, 4096): (True, False),
+    (1024, 4112): (True, False),
+    (2064, 2048): (True, False),
+    (4112, 1040): (True, True),
+    (4112, 1024): (True, False),
+    (2064, 2064): (True, True),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "column"), [(None, 0), ("rowwise", 1), ("rowwise_with_gw_hp", 1)]
+)
+def test_layers_too_small_to_gain_are_not_converted_by_default(recipe, column):
+    def converted_sizes(**section):
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(k, n, bias=False) for n, k in SIZES))
+        settings = Float8Linear(emulate=True, recipe_name=recipe, **section)
+        convert_to_float8(model, settings, num_shards=1, tp=1, compiled=False)
+        shapes = dict(zip(map(str, range(len(SIZES))), SIZES, strict=True))
+        return [shapes[fqn] for fqn in sorted(converted(model))]
+
+    large = [size for size, gains in SIZES.items() if gains[column]]
+    assert converted_sizes() == converted_sizes(filter_fqns=["output", SMALL]) == large
+    assert converted_sizes(filter_fqns=["output"]) == list(SIZES)  # as in TorchTitan
+
+
+@pytest.mark.parametrize(
+    ("width", "section", "share"),
+    [
+        (2064, {}, None),
+        (256, {}, "0%"),
+        (256, {"filter_fqns": []}, "0%"),
+        (256, {"filter_fqns": [], "emulate": True}, None),
+        (2064, {"filter_fqns": ["feed_forward"]}, "33%"),
+    ],
+)
+def test_a_model_that_hardly_gains_gets_one_warning(width, section, share):
+    spec = get_spec("llama3")
+    sizes = {"dim": width, "n_layers": 1, "n_heads": 4, "multiple_of": 16, "vocab_size": 9}
+    with torch.device("meta"):
+        model = spec.build(resolve_args(spec, "debugmodel", sizes))
+    settings = Float8Linear(**section)
+    _, *lines = convert_to_float8(model, settings, num_shards=1, tp=1, compiled=False)
+    assert len(lines) == (share is not None)
+    assert all(line.startswith(f"{HARDLY_FASTER}: {share} of the work") for line in lines)
 
 
 def test_a_filter_excludes_by_part_of_the_name():
@@ -127,7 +191,7 @@ def test_products_have_the_error_of_rounded_operands(recipe):
     exact = nn.Linear(96, 32, bias=False)
     narrow = nn.Sequential(nn.Linear(96, 32, bias=False))
     narrow[0].weight = nn.Parameter(exact.weight.detach().clone())
-    settings = Float8Linear(emulate=True, recipe_name=recipe)
+    settings = Float8Linear(**SMALL_TOO, recipe_name=recipe)
     convert_to_float8(narrow, settings, num_shards=1, tp=1, compiled=False)
     grad = torch.randn(64, 32)
 
@@ -179,7 +243,7 @@ def test_kernels_equal_the_emulation(recipe):
         layer = nn.Sequential(nn.Linear(128, 128, bias=False, dtype=torch.bfloat16, device=device))
         torch.manual_seed(1)
         nn.init.normal_(layer[0].weight)
-        settings = Float8Linear(emulate=emulate, recipe_name=recipe)
+        settings = Float8Linear(emulate=emulate, filter_fqns=[], recipe_name=recipe)
         convert_to_float8(layer, settings, num_shards=1, tp=1, compiled=False)
         y = layer(x)
         y.backward(grad)
@@ -202,7 +266,7 @@ def test_the_converted_model_can_be_printed(is_printed):
         ActivationCheckpoint(mode="none"),
         Compile(),
         [float8.FLOAT8],
-        Float8Linear(emulate=True),
+        Float8Linear(**SMALL_TOO),
         print_after_conversion=is_printed,
     )
     world = SimpleNamespace(dims=ParallelDims(1), mesh=None, experts_mesh=None)

@@ -187,19 +187,28 @@ def _gathers_in_float8(run: RunContext) -> bool:
     return run.uses_float8 and run.config.quantize.linear.float8.enable_fsdp_float8_all_gather
 
 
+# Converters of TorchTitan that are refused, and why.
 UNAVAILABLE_CONVERTERS = {
-    "quantize.grouped_mm.float8",
-    "quantize.linear.mx",
-    "quantize.grouped_mm.mx",
+    "quantize.grouped_mm.float8": "float8 of experts, whose kernels were not checked on a GPU",
+    "quantize.linear.mx": "MXFP8, whose kernels were not checked on a GPU",
+    "quantize.grouped_mm.mx": "MXFP8 of experts, whose kernels were not checked on a GPU",
 }
+
+
+def _unavailable_converters(run: RunContext) -> list[str]:
+    return [name for name in run.config.model.converters if name in UNAVAILABLE_CONVERTERS]
+
 
 QUANTIZE_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "unavailable-converter",
         "model.converters",
-        lambda run: not UNAVAILABLE_CONVERTERS.isdisjoint(run.config.model.converters),
-        f'"{FLOAT8}" or your own converters: others are not available yet',
-        "remove the others",
+        lambda run: bool(_unavailable_converters(run)),
+        lambda run: (
+            f'"{FLOAT8}" or your own converters; not available yet: '
+            + ", ".join(UNAVAILABLE_CONVERTERS[name] for name in _unavailable_converters(run))
+        ),
+        lambda run: f"remove {', '.join(_unavailable_converters(run))}",
         severity="training_error",
     ),
     Rule(
