@@ -121,6 +121,7 @@ run_large_jobs() {
   local large="debug_model --model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
   local op="--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
   local float8="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"
+  float8+=" --quantize.linear.float8.filter_fqns output"
   local half="--training.dtype bfloat16 --optimizer.state_dtype bfloat16"
   local save="--checkpoint.enable --checkpoint.interval 20 --checkpoint.last_save_model_only"
   # shellcheck disable=SC2086 # several arguments

@@ -35,7 +35,10 @@ COMMON = f"""
     --profiling.no-enable_profiling --metrics.log_freq 100 --training.steps {NUM_STEPS}
 """
 COMPILE = "--compile.enable"
-FLOAT8 = "--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name tensorwise"
+FLOAT8 = (
+    "--model.converters quantize.linear.float8 --quantize.linear.float8.filter_fqns output "
+    "--quantize.linear.float8.recipe_name tensorwise"
+)
 TP = "--parallelism.tensor_parallel_degree"
 PP = "--parallelism.pipeline_parallel_degree"
 SCHEDULE = "--parallelism.pipeline_parallel_schedule"
