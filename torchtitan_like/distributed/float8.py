@@ -90,7 +90,7 @@ def _size_rule(recipe: str) -> Callable[[nn.Module, str], bool]:
 
     torchao has none for "rowwise_with_gw_hp", which gains less than "rowwise": that rule applies.
     """
-    with fewer_warnings():
+    with silencing_torchao():
         from torchao.float8 import _auto_filter_for_recipe
 
     rule: Callable[[nn.Module, str], bool] = _auto_filter_for_recipe(
