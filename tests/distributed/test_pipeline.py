@@ -30,7 +30,7 @@ from torchtitan_like.distributed.schedule_view import order_of
 from torchtitan_like.distributed.stages import plan_stages, prune
 from torchtitan_like.models.layers.head import cross_entropy_sum
 from torchtitan_like.models.spec import get_spec
-from torchtitan_like.optim.clipping import clip_gradients
+from torchtitan_like.optim.clipping import gradient_norm
 
 VOCAB, CPU = 40, torch.device("cpu")
 SINGLE = ("GPipe", "1F1B")
@@ -77,7 +77,7 @@ def one_rank():
     loss = model(tokens, labels, positions) / count(labels)
     loss.backward()
     gradients = {name: p.grad.numpy().copy() for name, p in model.named_parameters()}
-    norm = clip_gradients(model.parameters(), 1e9).item()
+    norm = gradient_norm(model.parameters()).item()
     with torch.no_grad():
         evaluated = model(*batch(3, 20)).item()
     return SimpleNamespace(
@@ -193,7 +193,7 @@ def trace(pipeline, dp_rank=0, dp=1):
         for name, p in named_parameters(pipeline)
     }
     pairs = named_parameters(pipeline)
-    norm = clip_gradients([p for _, p in pairs], 1e9, dist.group.WORLD).item()
+    norm = gradient_norm([p for _, p in pairs], dist.group.WORLD).item()
     return SimpleNamespace(
         loss=loss, gradients=gradients, norm=norm, hash=weights_hash, evaluated=evaluated / dp
     )

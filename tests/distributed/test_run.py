@@ -80,15 +80,9 @@ def rates_and_norms(argv):
             for optimizer in trainer.optim.optimizer._optimizers
             for group in optimizer.param_groups
         }
-        updates.append(
-            (
-                rates,
-                torch.stack([p.grad.norm() for p in trainer.optim.optimizer.parameters])
-                .norm()
-                .item(),
-            )
-        )
-        step(skip)
+        step(skip)  # divides the gradients
+        norms = [p.grad.norm() for p in trainer.optim.optimizer.parameters]
+        updates.append((rates, torch.stack(norms).norm().item()))
 
     trainer.optim.optimizer.step = traced
     trainer.train()

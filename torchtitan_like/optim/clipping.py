@@ -80,19 +80,27 @@ def global_norm(square: Tensor, all_ranks: ProcessGroup | None) -> Tensor:
     return square.sqrt()
 
 
-def clip_gradients(
-    parameters: Iterable[Tensor], max_norm: float, all_ranks: ProcessGroup | None = None
-) -> Tensor:
-    """Scale all gradients in place so that their global 2-norm is at most `max_norm`.
+def gradient_norm(parameters: Iterable[Tensor], all_ranks: ProcessGroup | None = None) -> Tensor:
+    """Return the global 2-norm of all gradients (0-dim, float64, equal on every rank).
 
-    Returns the norm before clipping (0-dim, float64, equal on every rank). Does not block the host.
-    A non-finite gradient on any rank makes the norm and all gradients non-finite. The caller must
-    skip the update if the norm is not finite.
+    Does not block the host. A non-finite gradient on any rank makes the norm non-finite. The caller
+    must then skip the update.
     """
     gradients = local_gradients(parameters)
     square = sum_of_squares({copies: local_norms(grads) for copies, grads in gradients.items()})
-    norm = global_norm(square, all_ranks)
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grads in gradients.values():
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
-    return norm
+    return global_norm(square, all_ranks)
+
+
+def clipping_divisor(norm: Tensor, max_norm: float) -> Tensor:
+    """Return what to divide gradients of norm `norm` by, so that their norm is at most `max_norm`.
+
+    0-dim, float32 for gradients of any dtype, as the `grad_scale` of torch's fused optimizers. A
+    divisor too large for float32 is inf: all gradients become 0.
+    """
+    return ((norm + 1e-6) / max_norm).clamp(min=1.0).float()
+
+
+def divide_gradients(parameters: Iterable[Tensor], divisor: Tensor) -> None:
+    """Divide all gradients in place by `divisor` (0-dim)."""
+    for grads in local_gradients(parameters).values():
+        torch._foreach_div_(grads, divisor.to(grads[0].dtype))

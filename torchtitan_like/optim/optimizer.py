@@ -13,8 +13,10 @@ from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.extensions.user_code import build_optimizer as build_own
 from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.clipping import (
-    clip_gradients,
+    clipping_divisor,
+    divide_gradients,
     global_norm,
+    gradient_norm,
     local_gradients,
     local_norms,
     sum_of_squares,
@@ -105,14 +107,22 @@ def _build(
     ]
 
 
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the kernel of a step divides by `grad_scale`, and does nothing at `found_inf`.
+
+    torch's optimizers declare this to `torch.amp.GradScaler`.
+    """
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
 def _gated_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """Step unless `skip` is 1. On a GPU, the host does not read `skip`."""
     if isinstance(optimizer, GatedOptimizer):
         optimizer.gated_step(skip)
-    elif optimizer.defaults.get("fused"):
-        # The fused kernels read this attribute.
+    elif _is_fused(optimizer):
         optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
     elif not skip.is_cpu:
         step_or_restore(optimizer, skip)
     elif not skip.item():
@@ -193,11 +203,20 @@ class Optimizer:
     def clip_gradients(self, max_norm: float) -> Tensor:
         """Clip all gradients to a global norm of `max_norm`.
 
-        Returns the norm before clipping (0-dim, equal on every rank). Raises RuntimeError if a
-        parameter has no gradient.
+        Fused kernels clip in the next `step`, without another pass over the gradients. Returns the
+        norm before clipping (0-dim, equal on every rank). Raises RuntimeError if a parameter has no
+        gradient.
         """
         self._refuse_missing(name for name, parameter in self.named if parameter.grad is None)
-        return clip_gradients(self.parameters, max_norm, self.all_ranks)
+        norm = gradient_norm(self.parameters, self.all_ranks)
+        divisor = clipping_divisor(norm, max_norm)
+        for optimizer in self._optimizers:
+            if _is_fused(optimizer):
+                optimizer.grad_scale = divisor  # type: ignore[attr-defined]
+            else:
+                members = (p for group in optimizer.param_groups for p in group["params"])
+                divide_gradients(members, divisor)
+        return norm
 
     def local_gradients(self) -> list[Tensor]:
         """Return this rank's shards of the gradients of `named`, without copies.

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
@@ -71,6 +73,79 @@ def test_a_skipped_step_changes_neither_weights_nor_state(implementation):
     optimizer.step(skip=torch.ones(()))
     assert torch.equal(weights(model), before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in optimizer.state_dict().items())
+
+
+CLIPPED = [
+    *(
+        {"name": name, "implementation": kind}
+        for name in ("Adam", "AdamW")
+        for kind in IMPLEMENTATIONS
+    ),
+    {"name": "AdamW", "state_dtype": "float32"},
+    {"name": "Lion"},
+    {"name": "Muon"},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("settings", CLIPPED, ids=lambda settings: "-".join(settings.values()))
+def test_clipping_divides_by_the_norm_in_float32(settings, dtype):
+    """All implementations of all optimizers follow this rule to the last bit."""
+    models = [model_and_loss()[0].to(dtype) for _ in range(2)]
+    clipped, divided = (
+        build_optimizer(model.named_parameters(), section(**settings), [("0.weight", "column")])
+        for model in models
+    )
+    for is_clipped in (True, True, False):
+        for model in models:
+            for p in model.parameters():
+                p.grad = torch.linspace(-3, 2, p.numel(), dtype=dtype).view_as(p)
+        if is_clipped:
+            norm = clipped.clip_gradients(0.1)
+            assert norm > 1
+            for p in divided.parameters:
+                p.grad /= ((norm + 1e-6) / 0.1).float()
+        clipped.step(skip=torch.zeros(()))
+        divided.step(skip=torch.zeros(()))
+    assert torch.equal(*map(weights, models))
+    state = divided.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in clipped.state_dict().items())
+
+
+class GradientPasses(TorchDispatchMode):
+    """Lists the operators, except views, that read or write one of the gradients."""
+
+    def __init__(self, gradients):
+        super().__init__()
+        self._storages = {gradient.untyped_storage().data_ptr() for gradient in gradients}
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        if storages & self._storages and not func.is_view:
+            self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "passes"),
+    [
+        ({"name": "AdamW"}, ["_fused_adamw_"]),
+        ({"name": "Adam"}, ["_fused_adam_"]),
+        ({"name": "Lion"}, ["_foreach_div_", *["lerp", "lerp"] * 4]),
+    ],
+    ids=["AdamW", "Adam", "Lion"],
+)
+def test_a_fused_step_reads_gradients_only_for_the_norm_and_the_update(settings, passes):
+    """Others are clipped in a pass of their own."""
+    model, loss = model_and_loss()
+    optimizer = build_optimizer(model.named_parameters(), section(**settings))
+    loss().backward()
+    with GradientPasses([p.grad for p in model.parameters()]) as gradient_passes:
+        optimizer.clip_gradients(0.1)
+        optimizer.step(skip=torch.zeros(()))
+    assert gradient_passes.names == ["_foreach_norm", *passes]
 
 
 def test_a_parameter_without_a_gradient_is_named():
