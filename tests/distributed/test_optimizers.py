@@ -68,7 +68,13 @@ CELLS = [
 
 
 def arguments(folder, layout, optimizer, dtype, **overrides):
-    changes = {**OPTIMIZERS[optimizer], **OF_DTYPE[optimizer](dtype), **overrides}
+    """Return arguments with which every step is clipped."""
+    changes = {
+        "training.max_norm": 0.1,
+        **OPTIMIZERS[optimizer],
+        **OF_DTYPE[optimizer](dtype),
+        **overrides,
+    }
     if LAYOUTS[layout][0] is dense:
         return options(folder, dtype, **changes)
     return experts.settings(folder, changes.pop(dense.LAYERS, 2), **changes)
