@@ -19,7 +19,7 @@ from torchtitan_like.config import JobConfig, dump_toml, load_config
 from torchtitan_like.config.base import Affected
 from torchtitan_like.config.fields import all_settings
 from torchtitan_like.config.layers import by_key
-from torchtitan_like.resolved import resolve
+from torchtitan_like.resolved import resolve_layout
 
 KEYS = [setting.key for setting in all_settings()]
 
@@ -32,7 +32,7 @@ def compare_runs(before: str, now: str, stored: Any = None, current: Any = None)
 
 def warm_changes(stored: dict[str, Any], now: str, tokenizer: str) -> list[Change]:
     """Compare a manifest with a run of this command line."""
-    run = resolve(load_config(now.split()), world_size=1)
+    run = resolve_layout(load_config(now.split()), 1)
     return warm_differences(stored, run.settings, run.args, tokenizer)
 
 
