@@ -77,7 +77,11 @@ def build_batches(corpus: Path, run: Path) -> tuple[str, str, list[str]]:
             dp_rank=dist.get_rank(),
             dp_size=dist.get_world_size(),
             group=group,
-        ).train_batches(Training(dataset_path=str(corpus), seq_len=16), seed=1, global_batch_size=8)
+        ).train_batches(
+            Training(dataset_path=str(corpus), seq_len=16),
+            seed=1,
+            global_batch_size=8 * dist.get_world_size(),
+        )
         next(batches)
         return "", str(batches._batches._samples.parts[0].file.folder), handler.lines
     except DataError as error:
