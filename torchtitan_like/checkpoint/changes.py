@@ -22,6 +22,8 @@ from torchtitan_like.models.spec import get_spec, resolve_args
 # Settings that a run may resolve at its start -> their names in a manifest.
 RESOLVED = {"training.global_batch_size": "global_batch_size", "debug.seed": "seed"}
 _UNSET = (None, -1)  # values of a setting that the run resolves
+# The converter, and the section of its settings, which have no effect without it.
+FLOAT8 = "quantize.linear.float8"
 # The horizon defaults to the steps, and may then change with them.
 HORIZON = "lr_scheduler.total_steps"
 STEPS = "training.steps"
@@ -90,6 +92,7 @@ def diff_settings(
     if not (before["ema.enable"] and current["ema.enable"]):  # no average continues
         excluded.add("ema")
     is_seed = stored_summary.get("step") == 0  # a seed checkpoint, without any training
+    uses_float8 = FLOAT8 in (*before["model.converters"], *current["model.converters"])
 
     def is_free(key: str) -> bool:
         state = affected_state(key)
@@ -97,7 +100,9 @@ def diff_settings(
             fnmatchcase(key, pattern) for pattern in current["checkpoint.allow_change"]
         )
         is_untrained = is_seed and state != "model"
-        return state in ("nothing", "future_samples", *excluded) or is_untrained or is_allowed
+        is_idle = key.startswith(f"{FLOAT8}.") and not uses_float8
+        is_free_state = state in ("nothing", "future_samples", *excluded)
+        return is_free_state or is_untrained or is_idle or is_allowed
 
     changes = Changes([], [])
     for key in dict.fromkeys((*before, *current)):

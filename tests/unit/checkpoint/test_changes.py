@@ -62,7 +62,6 @@ REFUSED = [
     "--model.flavor 8B",
     "--model.args.dim 64",
     "--model.converters quantize.linear.float8",
-    "--quantize.linear.float8.recipe_name rowwise",
     "--experimental.custom_import my_models",
     "--training.dtype bfloat16",
     "--training.mixed_precision_param float32",
@@ -292,6 +291,14 @@ def test_skipped_steps_are_accepted_and_logged() -> None:
     changes = compare_runs("", "--training.skip_steps [[5,8]]")
     assert not changes.refused
     assert changes.accepted() == ["training.skip_steps [] -> [[5, 8]]"]
+
+
+def test_settings_of_float8_are_compared_where_one_of_the_runs_uses_it() -> None:
+    converter = "--model.converters quantize.linear.float8"
+    recipe = "--quantize.linear.float8.recipe_name rowwise"
+    assert not compare_runs("", recipe).refused
+    for before, now in ((converter, f"{converter} {recipe}"), (f"{converter} {recipe}", "")):
+        assert "quantize.linear.float8.recipe_name" in keys(compare_runs(before, now).refused)
 
 
 @pytest.mark.parametrize("excluded", ["dataloader", "train_state"])
