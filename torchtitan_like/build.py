@@ -350,11 +350,10 @@ def _attention_choices(run: Run, device: torch.device) -> dict[str, kernels.Choi
     sizes = (heads, run.max_seq_len, args.head_dim, dtype, device)
     choices = {}
     if not has_documents(args):
-        has_some_queries = (
-            config.parallelism.context_parallel_degree > 1
-            and config.parallelism.context_parallel_rotate_method != "ulysses"
-        )
-        choices["causal"] = kernels.choose_backend(*sizes, has_all_queries=not has_some_queries)
+        section = config.parallelism
+        is_ulysses = section.context_parallel_rotate_method == "ulysses"
+        has_all_queries = section.context_parallel_degree == 1 or is_ulysses
+        choices["causal"] = kernels.choose_backend(*sizes, has_all_queries=has_all_queries)
     if has_documents(args) or 0 < limit < run.max_seq_len:
         choices["masked"] = kernels.choose_backend(*sizes, is_masked=True)
     if not all(choice.backend for choice in choices.values()):

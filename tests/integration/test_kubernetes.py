@@ -67,7 +67,8 @@ def test_skypilot_accepts_the_task(tools: Path, tmp_path: Path) -> None:
 class IndexedJob:
     """Runs the pods of a job as processes, and replaces them as its podFailurePolicy says.
 
-    codes: the exit codes of the pods of each index, in order. programs: a folder with `python` and `titan`.
+    codes: the exit codes of the pods of each index, in order. programs: a folder with `python` and
+    `titan`.
     """
 
     def __init__(self, job: dict[str, Any], run: Path, settings: list[str], programs: Path) -> None:

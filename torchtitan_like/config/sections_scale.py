@@ -337,8 +337,8 @@ class Float8Linear(Section):
     )
     filter_fqns: list[str] = field(
         ["auto_filter_small_kn"],
-        "Linear layers whose names contain one of these are not converted. auto_filter_small_kn "
-        "stands for those that torchao's rule finds too small to gain. An empty list converts all.",
+        "Parts of the names of linear layers that are not converted. auto_filter_small_kn also "
+        "leaves out all layers that torchao's rule finds too small to gain. [] converts all.",
     )
     emulate: bool = field(False, "Emulate float8 on devices without it. For tests.")
 

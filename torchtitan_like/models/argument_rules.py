@@ -170,8 +170,8 @@ def slow_attention(kernel: str, *, dtype: str, head_dim: int) -> str:
         )
     if kernel == "math":
         return (
-            f"only the math kernel computes heads of {head_dim} dimensions, and keeps the scores of "
-            "all pairs of tokens: change n_heads so that a head has a multiple of 8, at most 256"
+            f"only the math kernel computes heads of {head_dim} dimensions, and keeps the scores "
+            "of all pairs of tokens: change n_heads so that a head has a multiple of 8, at most 256"
         )
     if kernel == "cudnn" and head_dim < 64:
         return (

@@ -37,7 +37,7 @@ def available_bytes() -> int:
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores that this process may use. srun gives a task one by default."""
+    """Return the number of CPU cores of this process. srun gives a task one by default."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -87,7 +87,7 @@ def test_full_recomputation_increases_hfu_by_a_third() -> None:
 
 
 def test_utilization_equals_the_estimate_of_megatron() -> None:
-    """2 FLOPs per parameter, token and pass (Narayanan et al. 2021); 4 passes with recomputation."""
+    """2 FLOPs per parameter, token and pass (Narayanan et al. 2021); recomputation is a 4th pass."""
     # 8e9 parameters, 2,048 samples of 4,096 tokens in 40 s on 256 devices of 100 TFLOP/s.
     model_tflops, hardware_tflops = (8 * k * 2 * 4096 * 2048 / (40 * 256 * 1e3) for k in (3, 4))
     tps = 4096 * 2048 / (40 * 256)
