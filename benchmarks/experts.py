@@ -123,7 +123,7 @@ def measure_layer(rounds: int) -> None:
     ends = uneven_ends()
     counts = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
     ids = torch.arange(NUM_EXPERTS).repeat_interleave(torch.tensor(counts))
-    routes = sort_by_expert(ids[:, None], NUM_EXPERTS)
+    routes = sort_by_expert(ids[:, None], torch.ones(ROWS, 1), NUM_EXPERTS)
     x = torch.randn(ROWS, DIM, requires_grad=True)
     grad = torch.randn(ROWS, DIM)
     inputs = (x, *experts.parameters())

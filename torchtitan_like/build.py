@@ -24,6 +24,7 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.determinism import seed_everything
+from torchtitan_like.distributed.expert_parallel import RowExchange
 from torchtitan_like.distributed.float8 import FLOAT8, HARDLY_FASTER, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.matrices import MatrixOwners
@@ -304,12 +305,27 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Sharded
     kernels.select_backend(training.attention_backend)
     select_product(training.grouped_mm)
     args = fit_positions(run.args, run.max_seq_len)
-    built = build_parts(spec, args, world, sections, loss=head_loss, num_samples=num_samples)
+    exchange = _row_exchange(run, world.device)
+    built = build_parts(
+        spec, args, world, sections, exchange, loss=head_loss, num_samples=num_samples
+    )
     dtype = DTYPES[training.mixed_precision_param]
     if config.debug.moe_force_load_balance:
         force_round_robin_routing(built.parts)
     lines = [*built.lines, *describe_experts(built.parts, dtype)]
     return built._replace(lines=lines)
+
+
+def _row_exchange(run: Run, device: torch.device) -> RowExchange:
+    section = run.config.parallelism
+    # An optimizer in backward cannot take a step back, and the order of sums in a kernel may depend
+    # on the size of a buffer, which grows.
+    allows = device.type != "cpu" and not (
+        run.config.optimizer.early_step_in_backward or run.config.debug.deterministic
+    )
+    is_bounded = {"auto": allows, "bounded": True, "exact": False}[section.expert_parallel_exchange]
+    is_bounded = is_bounded and run.dims.ep > 1
+    return RowExchange(is_bounded, section.expert_parallel_capacity, device)
 
 
 def log_attention(run: Run, device: torch.device) -> None:
@@ -421,13 +437,13 @@ def build_update_gate(
 
     numbers: its state in a checkpoint; {} if there is none.
     """
-    can_hold = holds_high_norms(
+    holds_norms = holds_high_norms(
         section,
         has_experts=optim.balancer is not None,
         is_atomic=optim.optimizer.is_atomic,
     )
     device = optim.optimizer.parameters[0].device
-    return UpdateGate(section, device, progress, numbers, can_hold=can_hold)
+    return UpdateGate(section, device, progress, numbers, holds_norms=holds_norms)
 
 
 # ---- metrics

@@ -91,9 +91,11 @@ class Guard(Generic[Input]):
         section = self._run.config.resilience
         self.update_gate = build_update_gate(section, self._optim, progress, numbers)
 
-    def gate(self, grad_norm: torch.Tensor, *, has_labels: bool) -> torch.Tensor:
+    def gate(
+        self, grad_norm: torch.Tensor, *, has_labels: bool, overflow: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return 1 if this step's update is to be skipped, else 0: see `UpdateGate.gate`."""
-        return self.update_gate.gate(grad_norm, has_labels=has_labels)
+        return self.update_gate.gate(grad_norm, has_labels=has_labels, overflow=overflow)
 
     def requests(self) -> list[Request]:
         """Return what this rank asks of all ranks. Does not wait for the device."""

@@ -152,7 +152,8 @@ class StepRunner:
         optimizer = self.optim.optimizer
         with self.updating():
             grad_norm = optimizer.clip_gradients(self.max_norm)
-        decision = self.gate(grad_norm, has_labels=num_valid > 0)
+        overflow = self.model.exchange.overflow(self.world.all_ranks)
+        decision = self.gate(grad_norm, has_labels=num_valid > 0, overflow=overflow)
         # Without labels, momentum and weight decay alone would move the weights.
         skip = decision if num_valid and is_trusted else torch.ones_like(decision)
         self.order_updates()

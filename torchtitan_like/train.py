@@ -363,10 +363,14 @@ class Trainer:
         if held is not None:
             self.progress = held.progress
             self.metrics.forget_after(self.progress.step)
-            logger.warning(
-                f"Step {self.progress.step + 1} has gradient norm {held.grad_norm:.6g}, above "
-                f"{held.limit:.4g}. Its update was not made, and the step runs again"
-            )
+            step = self.progress.step + 1
+            if held.overflow:
+                logger.info(self.model.exchange.repeat(step, held.overflow))
+            else:
+                logger.warning(
+                    f"Step {step} has gradient norm {held.grad_norm:.6g}, above "
+                    f"{held.limit:.4g}. Its update was not made, and the step runs again"
+                )
         return held
 
     def _request_again(self, requests: Sequence[Request]) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
-from torchtitan_like.distributed.expert_parallel import exchange_with_owners
+from torchtitan_like.distributed.expert_parallel import RowExchange, exchange_with_owners
+from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer
 from torchtitan_like.util.exit_codes import ExitCode
@@ -71,20 +73,45 @@ def results(experts, forward, tokens, weights, ids):
     return [out.detach(), tokens.grad, weights.grad, *(p.grad for p in experts.parameters())]
 
 
-def results_on_rank(names, is_compiled):
-    """Return the results for each load, with the experts of this rank."""
+# The same number of tokens on both ranks, and by how much a buffer of 1.25 even shares (5 of 8 rows)
+# is too small.
+EQUAL_LOADS = {
+    "even": (LOADS["even"], 0.0),
+    "fits": (([[0, 1], [1, 2], [0, 1], [2, 3]], [[3, 2], [0, 1], [2, 0], [1, 3]]), 0.0),
+    "one row too many": (([[0, 1], [1, 0], [0, 1], [2, 3]], [[3, 2], [0, 1], [2, 0], [1, 3]]), 0.25),
+    "all to one rank": (([[2, 3]] * 4, [[3, 2]] * 4), 0.75),
+    "all to one expert": (([[3], [3], [3], [3]], [[3], [3], [3], [3]]), 1.0),  # 2 of 4 rows fit
+}
+
+
+def results_on_rank(loads, is_compiled, capacity=None):
+    """Return the results for each load, with the experts of this rank, and the overflow of each.
+
+    capacity: of a bounded exchange; None: it is exact.
+    """
     torch._dynamo.reset()
     torch._dynamo.config.capture_scalar_outputs = is_compiled
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(capacity is not None)
     rank, per_rank = dist.get_rank(), EXPERTS // 2
     experts = stacked_experts(rank * per_rank, (rank + 1) * per_rank)
-    exchange_with_owners(experts, dist.group.WORLD)
-
-    def forward(tokens, weights, ids):
-        return experts(tokens, weights, experts.find_routes(ids))
-
+    exchange = RowExchange(capacity is not None, capacity or 1.0, torch.device("cpu"))
+    exchange_with_owners(experts, dist.group.WORLD, exchange)
+    exchange.connect(experts)
+    forward = partial(compute, experts)
     if is_compiled:
         forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
-    return [results(experts, forward, *inputs(LOADS[name])[rank]) for name in names]
+    forward = on_local_parameters(experts, forward)
+    found = []
+    for load in loads:
+        found.append(results(experts, forward, *inputs(load)[rank]))
+        found[-1].append(exchange.overflow(dist.group.WORLD))
+    return found
+
+
+def compute(experts, tokens, weights, ids):
+    routes = experts.find_routes(ids, weights)
+    return experts(experts.send(tokens, routes), routes)
 
 
 @pytest.mark.parametrize(
@@ -93,21 +120,38 @@ def results_on_rank(names, is_compiled):
 )
 def test_any_load_equals_one_rank(is_compiled):
     """One compiled function computes all loads."""
-    by_rank = run_ranks(results_on_rank, 2, list(LOADS), is_compiled)
-    for number, (name, ids_of_ranks) in enumerate(LOADS.items()):
-        experts = stacked_experts(0, EXPERTS)
+    by_rank = run_ranks(results_on_rank, 2, list(LOADS.values()), is_compiled)
+    for number, (name, load) in enumerate(LOADS.items()):
+        assert_equal_to_one_rank([results[number] for results in by_rank], load, name)
 
-        def forward(tokens, weights, ids, experts=experts):
-            return experts(tokens, weights, experts.find_routes(ids))
 
-        expected = [results(experts, forward, *each) for each in inputs(ids_of_ranks)]
-        for rank in range(2):
-            for actual, value in zip(by_rank[rank][number][:3], expected[rank][:3], strict=True):
-                torch.testing.assert_close(actual, value, rtol=1e-12, atol=1e-12, msg=name)
-        for index in (3, 4, 5):  # the experts' gradients are sums over the tokens of both ranks
-            actual = torch.cat([by_rank[rank][number][index] for rank in range(2)])
-            total = expected[0][index] + expected[1][index]
-            torch.testing.assert_close(actual, total, rtol=1e-12, atol=1e-12, msg=name)
+@pytest.mark.parametrize("capacity", [1.25, 2.0])
+@pytest.mark.parametrize(
+    "is_compiled",
+    [pytest.param(False, id="eager"), pytest.param(True, id="compiled", marks=pytest.mark.nightly)],
+)
+def test_a_bounded_exchange_is_exact_or_says_what_is_missing(is_compiled, capacity):
+    """Memory that is not written holds NaN: padding must not reach any result."""
+    loads = [load for load, _ in EQUAL_LOADS.values()]
+    by_rank = run_ranks(results_on_rank, 2, loads, is_compiled, capacity)
+    for number, (name, (load, excess)) in enumerate(EQUAL_LOADS.items()):
+        by_load = [results[number] for results in by_rank]
+        missing = excess if capacity < 2 else 0.0
+        assert [results.pop() for results in by_load] == [missing] * 2, name
+        if not missing:
+            assert_equal_to_one_rank(by_load, load, name)
+
+
+def assert_equal_to_one_rank(by_rank, load, name):
+    experts = stacked_experts(0, EXPERTS)
+    expected = [results(experts, partial(compute, experts), *each) for each in inputs(load)]
+    for rank in range(2):
+        for actual, value in zip(by_rank[rank][:3], expected[rank][:3], strict=True):
+            torch.testing.assert_close(actual, value, rtol=1e-12, atol=1e-12, msg=name)
+    for index in (3, 4, 5):  # the experts' gradients are sums over the tokens of both ranks
+        actual = torch.cat([by_rank[rank][index] for rank in range(2)])
+        total = expected[0][index] + expected[1][index]
+        torch.testing.assert_close(actual, total, rtol=1e-12, atol=1e-12, msg=name)
 
 
 # ---- what is sent

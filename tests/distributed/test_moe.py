@@ -45,6 +45,11 @@ MODEL = {
     "model.args.top_k": 2,
     "model.args.moe_inter_dim": 12,
 }
+# Buffers of all rows: nothing can overflow on two ranks.
+BOUNDED = {
+    "parallelism.expert_parallel_exchange": "bounded",
+    "parallelism.expert_parallel_capacity": 2,
+}
 # Experts over 2 or 4 ranks of dp_shard x cp x tp; "etp": each expert's hidden units over tp too.
 LAYOUTS |= {
     "ep": (2, {EP: 2}),
@@ -63,10 +68,14 @@ LAYOUTS |= {
     "ep-pp-1f1b": (4, pipeline("1F1B", **{EP: 2})),
     "ep-pp-interleaved": (4, pipeline("Interleaved1F1B", layers=4, **{EP: 2})),
     "ep-pp-zbv": (4, pipeline("ZBVZeroBubble", layers=4, **{EP: 2})),
+    "ep-bounded": (2, {EP: 2, **BOUNDED}),
+    "ep-etp-bounded": (4, {EP: 2, TP: 2, ETP: 2, **BOUNDED}),
+    "ep-pp-zbv-bounded": (4, pipeline("ZBVZeroBubble", layers=4, **{EP: 2, **BOUNDED})),
 }
 # The cells of test_moe_balance.py make the same comparison on fsdp, tp, cp and ep-etp.
 EVERY_RUN = [
     ("ep", "together"),
+    ("ep-bounded", "together"),
     ("etp", "together"),
     ("ep-pp-1f1b", "together"),
 ]

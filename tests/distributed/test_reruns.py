@@ -57,11 +57,11 @@ def train(argv, garbage):
     return code, trainer.progress, timeless, hashes
 
 
-def run(folder, layout, garbage):
+def run(folder, layout, garbage, changes=None):
     """Return the ranks' results, and the events of runs of a step."""
     if layout == "experts":  # no need to ask for it
         num_ranks, settings = test_moe.LAYOUTS["ep"]
-        settings = {**settings, **SETTINGS, "resilience.on_high_norm": "auto"}
+        settings = {**settings, **SETTINGS, "resilience.on_high_norm": "auto", **(changes or {})}
         argv = test_moe.settings(folder, 2, **settings, **{"training.local_batch_size": 4})
     else:
         num_ranks, data_ranks, settings = LAYOUTS[layout]
@@ -91,6 +91,31 @@ def test_garbage_changes_nothing(tmp_path, layout):
     merge_hashes([hashes for *_, hashes in actual])
     steps = [step.step for step in published_steps(tmp_path / "run/checkpoint")]
     assert steps == [4, 8, STEPS]
+
+
+OVERFLOWING = {
+    "parallelism.expert_parallel_exchange": "bounded",
+    "parallelism.expert_parallel_capacity": 1,
+    "model.args.load_balance": "bias",  # whose changes a held step must not make
+}
+
+
+def test_steps_whose_rows_do_not_fit_leave_no_trace(tmp_path):
+    """Buffers of an even share are too small for each step, until two overflows enlarge them."""
+    exact = {**OVERFLOWING, "parallelism.expert_parallel_exchange": "exact"}
+    expected, events = run(tmp_path / "exact", "experts", {}, exact)
+    assert events == []
+    actual, events = run(tmp_path / "bounded", "experts", {}, OVERFLOWING)
+    assert events[:2] == [(1, "overflow"), (2, "overflow")] and len(events) < STEPS
+    for (_, progress, rows, hashes), (_, others, other_rows, other_hashes) in zip(
+        expected, actual, strict=True
+    ):
+        assert (progress, hashes) == (others, other_hashes)
+        for row, other in zip(rows, other_rows, strict=True):
+            assert [row[key] for key in KEPT] == [other[key] for key in KEPT]
+
+
+KEPT = ("step", "loss", "grad_norm", "skipped", "data_digest_chain", "n_tokens_seen")
 
 
 def test_a_second_high_norm_is_accepted(tmp_path):

@@ -189,6 +189,22 @@ class Parallelism(Section):
         "Ranks over which each expert is sharded: 1, or tensor_parallel_degree.",
         gt=0,
     )
+    expert_parallel_exchange: Literal["auto", "bounded", "exact"] = field(
+        "auto",
+        "How many rows expert-parallel ranks exchange. exact: as many as the experts of a rank get; "
+        "each layer then waits until the host knows their number. bounded: buffers of "
+        "expert_parallel_capacity, without waits. A step whose rows do not fit is not used: it "
+        "runs again with the exact exchange. auto: bounded on GPUs, except with "
+        "debug.deterministic and optimizer.early_step_in_backward.",
+        needs=EXPERT,
+    )
+    expert_parallel_capacity: float = field(
+        1.5,
+        "Rows that a rank can send to another one in a bounded exchange, as a multiple of an even "
+        "share. It grows if a second step within 1,000 does not fit.",
+        ge=1,
+        needs=(EXPERT, one_of("expert_parallel_exchange", "auto", "bounded")),
+    )
     expert_parallel_comm_backend: Literal["standard", "deepep"] = field(
         "standard",
         "How tokens are sent to experts: standard all-to-all. DeepEP is not available yet.",

@@ -126,6 +126,48 @@ class _ExchangeRows(torch.autograd.Function):
         return _send_rows(grad, ctx.num_received, ctx.num_sent, ctx.group), None, None, None
 
 
+def start_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Start an all-to-all of rows (rows, dim), as many to each rank. `finish_rows` waits for it.
+
+    Their gradients go back in backward, which waits only where the gradient of `rows` is needed.
+    """
+    started: Tensor = _StartRows.apply(rows, group)
+    return started
+
+
+def finish_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Wait for the rows of `start_rows`: (rows, dim), in the order of the ranks that sent them."""
+    received: Tensor = _FinishRows.apply(rows, group)
+    return received
+
+
+class _StartRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        return _start_rows(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return arrived(grad), None
+
+
+class _FinishRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return arrived(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _start_rows(grad, ctx.group), None
+
+
+def _start_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    sizes = [rows.shape[0] // group.size()] * group.size()
+    started: Tensor = _ops.all_to_all_single(rows.contiguous(), sizes, sizes, group.group_name)
+    return started
+
+
 def _send_rows(
     rows: Tensor, num_sent: list[int], num_received: list[int], group: ProcessGroup
 ) -> Tensor:

@@ -1,10 +1,12 @@
 """Expert parallelism: each rank has some of the experts, and tokens are sent to them.
 
 A mixture of experts sorts its tokens' copies (*rows*) by expert. Here an all-to-all sends each row
-to the rank that has its expert, and a second one sends the result back. No row is padded or
-dropped, so ranks receive different numbers of rows. Received rows are sorted by expert, then by the
-rank that sent them: the order of the tokens in the batch. So the sums over an expert's rows have
-the same order as on one rank.
+to the rank that has its expert, and a second one sends the result back. Received rows are sorted by
+expert, then by the rank that sent them: the order of the tokens in the batch. So the sums over an
+expert's rows have the same order as on one rank.
+
+Ranks receive different numbers of rows. `RowExchange` says how they are sent: exactly, for which the
+host must know the numbers, or in buffers of a fixed size, for which no one waits.
 
 The ranks of an expert-parallel group are neighbors that would otherwise hold shards of the same
 experts: first tensor-parallel ranks, then context-parallel ones, then data-parallel ones
@@ -18,6 +20,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -26,9 +29,11 @@ from torchtitan_like.distributed.collectives import (
     add_once,
     arrived,
     exchange_rows,
+    finish_rows,
     gather_along,
     scatter_sum_along,
     start_exchange,
+    start_rows,
 )
 from torchtitan_like.distributed.views import to_local, view_parameter
 
@@ -55,7 +60,9 @@ def expert_parameters(model: nn.Module, spec: ModelSpec) -> dict[str, nn.Paramet
     }
 
 
-def apply_expert_parallel(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -> list[str]:
+def apply_expert_parallel(
+    model: nn.Module, spec: ModelSpec, mesh: DeviceMesh, exchange: RowExchange
+) -> list[str]:
     """Shard the experts of a model on meta over `mesh`, in place; return lines for the log.
 
     mesh: the dimensions of EXPERTS_DIMS that exist. With "expert_tp", each expert's hidden units
@@ -85,10 +92,12 @@ def apply_expert_parallel(model: nn.Module, spec: ModelSpec, mesh: DeviceMesh) -
         owners.add(owner)
     for owner in sorted(owners):
         if group.size() > 1:
-            exchange_with_owners(model.get_submodule(owner), group)
+            exchange_with_owners(model.get_submodule(owner), group, exchange)
         if splits_hidden:
             gather_tokens(model.get_submodule(owner), mesh.get_group("expert_tp"))
     degrees = [f"experts over {group.size()} ranks"] if group.size() > 1 else []
+    if degrees and exchange.is_bounded:
+        degrees.append(f"buffers of {exchange.capacity} times an even share of rows")
     if splits_hidden:
         degrees.append(f"each expert's hidden units over {mesh['expert_tp'].size()} ranks")
     if not owners or not degrees:  # a pipeline stage without experts, or FSDP2 alone shards them
@@ -132,31 +141,113 @@ def _added_once(group: ProcessGroup) -> Callable[[Any], Any]:
     return read
 
 
-def exchange_with_owners(experts: Any, group: ProcessGroup) -> None:
+class RowExchange:
+    """How the ranks of an expert-parallel group exchange rows. All layers of a rank share one.
+
+    | exchange | rows sent to each rank |
+    | --- | --- |
+    | exact | as many as it has experts for; the host waits for their numbers |
+    | bounded | a buffer of `capacity` times an even share, with padding; the host does not wait |
+
+    A step in which more rows go to a rank than a buffer holds has computed without some of them. Its
+    update must not be made (`overflow`), and it runs again with the exact exchange (`repeat`). Only
+    training is bounded: what computes no gradients could not run again.
+
+    is_bounded: from the start. capacity: at least 1. device: of this rank.
+    """
+
+    # A second overflow within this many steps enlarges the buffers.
+    STEPS_BETWEEN_OVERFLOWS = 1000
+    GROWTH = 1.1  # of the buffer that would have been large enough
+
+    def __init__(self, is_bounded: bool, capacity: float, device: torch.device) -> None:
+        self.is_bounded = is_bounded
+        self.capacity = capacity
+        self._is_repeated = False
+        self._last_overflow: int | None = None
+        self._excess = torch.zeros((), dtype=torch.float32, device=device)
+
+    def connect(self, model: nn.Module) -> None:
+        """Let the layers of a materialized model record the rows that their buffers cannot hold."""
+        for module in model.modules():
+            if "excess" in getattr(module, "changed_in_backward", ()):
+                module.register_buffer("excess", self._excess, persistent=False)
+
+    def buffer_size(self, num_rows: int, num_ranks: int) -> int:
+        """Return the rows of a buffer if a rank has `num_rows`; 0: the exchange is exact."""
+        if not self.is_bounded or self._is_repeated or not torch.is_grad_enabled():
+            return 0
+        return max(1, int(min(self.capacity, num_ranks) * num_rows / num_ranks))
+
+    def overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
+        """Return by how much the fullest buffer of this step was too small; 0 if all were not.
+
+        0-dim, in even shares; None if the exchange is exact. Call it once after the backward of each
+        step: the next one starts from 0. A collective, which does not wait for the device.
+        """
+        self._is_repeated = False
+        if not self.is_bounded:
+            return None
+        excess = self._excess.clone()
+        self._excess.zero_()
+        if all_ranks is not None:
+            dist.all_reduce(excess, dist.ReduceOp.MAX, group=all_ranks)
+        return excess
+
+    def repeat(self, step: int, overflow: float) -> str:
+        """Let the next step, which has lost rows, run with the exact exchange; return a log line."""
+        self._is_repeated = True
+        needed = self.capacity + overflow
+        line = (
+            f"Step {step} sent {needed:.2f} times an even share of rows to the experts of one rank, "
+            f"and buffers hold {self.capacity:.2f} times. Its update was not made, and the step runs "
+            "again with the exact exchange"
+        )
+        last, self._last_overflow = self._last_overflow, step
+        if last is not None and step - last < self.STEPS_BETWEEN_OVERFLOWS:
+            self.capacity = self.GROWTH * needed
+            line += f". Buffers hold {self.capacity:.2f} times an even share from now on"
+        return line
+
+
+def exchange_with_owners(experts: Any, group: ProcessGroup, exchange: RowExchange) -> None:
     """Let `experts` (see `models.layers.moe.Experts`) compute rows of all ranks of `group`.
 
-    `find_routes` starts the exchange of the numbers of rows. `compute_rows` waits for it, and
-    sends the rows.
+    `find_routes` starts the exchange of the numbers of rows. With the bounded exchange, `send` starts
+    that of the rows, and `compute_rows` waits for both.
     """
     find_routes = experts.find_routes
+    send = experts.send
     compute_local_rows = experts.compute_rows
     num_ranks = group.size()
+    experts.changed_in_backward = ("excess",) if exchange.is_bounded else ()
 
-    def find_routes_and_count(expert_ids: Tensor) -> Any:
-        routes = find_routes(expert_ids)
+    def find_routes_and_count(expert_ids: Tensor, weights: Tensor) -> Any:
+        routes = find_routes(expert_ids, weights)
+        if size := exchange.buffer_size(routes.slot_of_row.shape[0], num_ranks):
+            routes, excess = fill_buffers(routes, num_ranks, size)
+            weights = _MaxInBackward.apply(routes.weights, excess, experts.excess)
+            routes = routes._replace(weights=weights)
         counts = _count(routes.ends).view(num_ranks, -1)
         return routes._replace(received_counts=start_exchange(counts, group))
 
+    def send_bounded(tokens: Tensor, routes: Any) -> Tensor:
+        rows = send(tokens, routes)
+        return start_rows(rows, group) if routes.buffer_size else rows
+
     def compute_rows(rows: Tensor, routes: Any) -> Tensor:
-        sent = _count(routes.ends).view(num_ranks, -1)
         received = arrived(routes.received_counts)
-        totals = torch.stack([sent.sum(1), received.sum(1)])
-        to_send, to_receive = read_split_sizes(totals, rows.shape[0])
-        arriving = exchange_rows(rows, to_send, to_receive, group)
-        position = _expert_major(received, arriving.shape[0])
-        source = torch.empty_like(position).scatter(
-            0, position, torch.arange(arriving.shape[0], device=rows.device)
-        )
+        if routes.buffer_size:
+            arriving = finish_rows(rows, group)
+            first = torch.arange(0, rows.shape[0], routes.buffer_size, device=rows.device)
+            to_send = to_receive = [routes.buffer_size] * num_ranks
+        else:
+            sent = _count(routes.ends).view(num_ranks, -1).sum(1)
+            totals = torch.stack([sent, received.sum(1)])
+            to_send, to_receive = read_split_sizes(totals, rows.shape[0])
+            arriving = exchange_rows(rows, to_send, to_receive, group)
+            first = totals[1].cumsum(0) - totals[1]
+        source, position = _sort_arrivals(received, first, arriving.shape[0])
         ends = received.sum(0).cumsum(0).to(routes.ends.dtype)
         computed = compute_local_rows(
             _permute(arriving, source, position), routes._replace(ends=ends)
@@ -164,7 +255,56 @@ def exchange_with_owners(experts: Any, group: ProcessGroup) -> None:
         return exchange_rows(_permute(computed, position, source), to_receive, to_send, group)
 
     experts.find_routes = find_routes_and_count
+    experts.send = send_bounded
     experts.compute_rows = compute_rows
+
+
+def fill_buffers(routes: Any, num_ranks: int, size: int) -> tuple[Any, Tensor]:
+    """Give each rank of the group a buffer of `size` rows, which begins with the rows of its experts.
+
+    The rows behind them are padding: copies of any tokens. Rows that do not fit are not sent, and
+    their choices read another row.
+
+    routes: of all choices, without padding.
+    Returns the routes to and from (num_ranks * size) rows, and how many rows the fullest buffer
+    cannot hold, in even shares (0-dim float32).
+    """
+    num_rows, device = routes.slot_of_row.shape[0], routes.ends.device
+    ends = routes.ends.view(num_ranks, -1)
+    first = torch.cat([ends.new_zeros(1), ends[:-1, -1]])  # of the rows for each rank
+    num_sent = ends[:, -1] - first
+    place = torch.arange(size, device=device)
+    row = (first[:, None] + place).flatten().clamp(max=num_rows - 1)
+    owner = torch.searchsorted(ends[:, -1].contiguous(), routes.row_of_slot, right=True)
+    row_of_slot = routes.row_of_slot - first[owner]
+    row_of_slot = row_of_slot.clamp(max=size - 1) + owner * size
+    kept = (ends - first[:, None]).clamp(max=size)
+    kept = torch.diff(kept, dim=1, prepend=kept.new_zeros(num_ranks, 1))
+    excess = (num_sent.max() - size).clamp(min=0) * (num_ranks / num_rows)
+    routes = routes._replace(
+        token_of_row=routes.token_of_row[row],
+        slot_of_row=routes.slot_of_row[row],
+        row_of_slot=row_of_slot,
+        ends=kept.flatten().cumsum(0, dtype=ends.dtype),
+        buffer_size=size,
+    )
+    return routes, excess.to(torch.float32)
+
+
+class _MaxInBackward(torch.autograd.Function):
+    """The identity. Its backward raises `total` (0-dim) to `value` where that is larger."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.total = total
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.total.copy_(torch.maximum(ctx.total, ctx.saved_tensors[0]))
+        return grad, None, None
 
 
 def gather_tokens(experts: Any, group: ProcessGroup) -> None:
@@ -173,16 +313,20 @@ def gather_tokens(experts: Any, group: ProcessGroup) -> None:
     The sums over the hidden units are then partial: they are added, and each rank keeps its tokens.
     """
     find_routes = experts.find_routes
+    send = experts.send
     forward = experts.forward
 
-    def find_routes_of_all(expert_ids: Tensor) -> Any:
-        return find_routes(gather_along(expert_ids, 0, group))
+    def find_routes_of_all(expert_ids: Tensor, weights: Tensor) -> Any:
+        return find_routes(gather_along(expert_ids, 0, group), gather_along(weights, 0, group))
 
-    def compute_for_all(tokens: Tensor, weights: Tensor, routes: Any) -> Tensor:
-        partial = forward(gather_along(tokens, 0, group), gather_along(weights, 0, group), routes)
-        return scatter_sum_along(partial, 0, group)
+    def send_all(tokens: Tensor, routes: Any) -> Tensor:
+        return send(gather_along(tokens, 0, group), routes)
+
+    def compute_for_all(rows: Tensor, routes: Any) -> Tensor:
+        return scatter_sum_along(forward(rows, routes), 0, group)
 
     experts.find_routes = find_routes_of_all
+    experts.send = send_all
     experts.forward = compute_for_all
 
 
@@ -191,17 +335,25 @@ def _count(ends: Tensor) -> Tensor:
     return torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
 
 
-def _expert_major(counts: Tensor, num_rows: int) -> Tensor:
-    """Return each received row's index after sorting by expert: (num_rows,) int64.
+def _sort_arrivals(counts: Tensor, first: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
+    """Return how received rows are sorted by expert: (num_rows,) int64 each.
 
-    counts: (ranks, experts), rows from each rank for each expert. Rows arrive in this order.
+    counts: (ranks, experts), rows from each rank for each expert; they arrive in this order.
+    first: (ranks,) index of the first row from each rank. Rows that no count has are padding.
+
+    Returns for each sorted row the index at which it arrives, and for each arriving row its index
+    after sorting. Both are indices of any row for padding.
     """
-    blocks = counts.flatten()
-    first_before = blocks.cumsum(0) - blocks
-    by_expert = counts.T.flatten()
-    first_after = (by_expert.cumsum(0) - by_expert).view(counts.T.shape).T.flatten()
-    shift = torch.repeat_interleave(first_after - first_before, blocks, output_size=num_rows)
-    return torch.arange(num_rows, device=counts.device) + shift
+    arrival = first[:, None] + counts.cumsum(1) - counts
+    ends = counts.T.flatten().cumsum(0)
+    after = (ends - counts.T.flatten()).view(counts.T.shape).T
+    shift = after - arrival  # of the rows from a rank for an expert
+    rows = torch.arange(num_rows, device=counts.device)
+    block = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+    source = rows - shift.T.flatten()[block]
+    block = torch.searchsorted(arrival.flatten(), rows, right=True) - 1
+    position = rows + shift.flatten()[block]
+    return source.clamp(0, num_rows - 1), position.clamp(0, num_rows - 1)
 
 
 def _permute(rows: Tensor, source: Tensor, position: Tensor) -> Tensor:

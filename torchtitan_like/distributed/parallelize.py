@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from torchtitan_like.config.sections_training import Training
     from torchtitan_like.distributed.context_parallel import ContextParallel
+    from torchtitan_like.distributed.expert_parallel import RowExchange
     from torchtitan_like.distributed.pipeline import Pipeline
     from torchtitan_like.distributed.stages import StagePlan
     from torchtitan_like.models.spec import ModelSpec
@@ -94,6 +95,7 @@ class ShardedModel(NamedTuple):
     pipeline: runs the stages; None without pipeline parallelism.
     context: shards sequences; None without context parallelism.
     offload: offloads activations; None if they stay on the device.
+    exchange: sends rows to the ranks of their experts.
     lines: lines for the log.
     """
 
@@ -101,6 +103,7 @@ class ShardedModel(NamedTuple):
     pipeline: Pipeline | None
     context: ContextParallel | None
     offload: ActivationOffload | None
+    exchange: RowExchange
     lines: list[str]
 
     def finish_warmup(self, group: HostGroup) -> None:
@@ -118,6 +121,7 @@ def build_parts(
     args: Any,
     world: World,
     sections: Sections,
+    exchange: RowExchange,
     *,
     loss: Callable[[Tensor, Tensor, Tensor], Tensor | tuple[Tensor, Tensor]],
     num_samples: int,
@@ -145,11 +149,12 @@ def build_parts(
         head: Any = dict(part.named_modules()).get(spec.last_modules[-1])
         if head is not None:
             head.loss = loss
-        lines += parallelize(part, spec, world, sections, context, offload)
+        lines += parallelize(part, spec, world, sections, exchange, context, offload)
         with world.allocating():
             materialize(part, torch.device("cpu") if training.enable_cpu_offload else world.device)
             if training.enable_cpu_offload:
                 part.init_buffers(world.device)  # only parameters are on the host
+        exchange.connect(part)
     if pipeline is not None:
         with world.allocating():
             pipeline.connect()
@@ -158,7 +163,7 @@ def build_parts(
             num_samples // sections.parallelism.pipeline_parallel_microbatch_size
         )
     return ShardedModel(
-        nn.ModuleList(parts), pipeline, context, offload, list(dict.fromkeys(lines))
+        nn.ModuleList(parts), pipeline, context, offload, exchange, list(dict.fromkeys(lines))
     )
 
 
@@ -211,7 +216,8 @@ def parallelize(
     spec: ModelSpec,
     world: World,
     sections: Sections,
-    context: ContextParallel | None,
+    exchange: RowExchange,
+    context: ContextParallel | None = None,
     activation_offload: ActivationOffload | None = None,
 ) -> list[str]:
     """Apply every configured parallelism to a model on `meta`, in place; return lines for the log."""
@@ -230,7 +236,7 @@ def parallelize(
 
         names = world.experts_mesh.mesh_dim_names or ()
         mesh = world.experts_mesh[tuple(name for name in EXPERTS_DIMS if name in names)]
-        lines += apply_expert_parallel(model, spec, mesh)
+        lines += apply_expert_parallel(model, spec, mesh, exchange)
     if dims.tp > 1:
         from torchtitan_like.distributed.tensor_parallel import (
             apply_tensor_parallel,

@@ -57,24 +57,29 @@ def holds_high_norms(section: Resilience, *, has_experts: bool, is_atomic: bool)
 
 
 class HeldStep(NamedTuple):
-    """A step that runs again. progress: before it. grad_norm: above `limit`."""
+    """A step that runs again.
+
+    progress: before it. grad_norm: above `limit`, unless overflow (see `UpdateGate.gate`) is above 0.
+    """
 
     progress: Any
     grad_norm: float
     limit: float
+    overflow: float
 
 
 @dataclass(frozen=True)
 class _Step(Generic[Progress]):
     """Progress after a step, and the gate's values on their way to the host.
 
-    norm, limit: of the gradient norm; they stay on the device.
+    norm, limit: of the gradient norm. overflow: see `UpdateGate.gate`. They stay on the device.
     """
 
     progress: Progress
     copy: PendingValues
     norm: torch.Tensor
     limit: torch.Tensor
+    overflow: torch.Tensor
 
     @property
     def is_frozen(self) -> bool:
@@ -120,9 +125,10 @@ class UpdateGate(Generic[Progress]):
     Frozen updates keep the weights until the host notices, two steps later, and all ranks stop.
     With `on_spike = "skip"`, spikes of the norm are skipped as well. They never freeze updates.
 
-    With `can_hold`, from `start_holding` on, a finite norm above `HIGH_NORM` times the median of the
-    last steps (above `resilience.first_high_norm` before there are `FEWEST_NORMS`) holds the updates
-    of its step and of those after it, until the host calls `release` and runs these steps again.
+    From `start_holding` on, a step can hold its update and those after it, until the host calls
+    `release` and runs these steps again. A step does so that was not computed completely (`overflow`).
+    With `holds_norms`, so does a finite norm above `HIGH_NORM` times the median of the last steps
+    (above `resilience.first_high_norm` before there are `FEWEST_NORMS`).
 
     device: of the gradient norm. progress: before the first step. state: of `state_dict`, or empty.
     """
@@ -134,43 +140,51 @@ class UpdateGate(Generic[Progress]):
         progress: Progress,
         state: Mapping[str, Any],
         *,
-        can_hold: bool = False,
+        holds_norms: bool = False,
     ) -> None:
         skips_nonfinite = section.on_nonfinite == "skip"
         skips_spikes = section.on_spike == "skip" and section.spike_threshold > 0
         self._most_in_a_row = section.max_nonfinite_in_a_row if skips_nonfinite else 0
         self._spike_threshold = section.spike_threshold if skips_spikes else 0.0
         self._norms: SpikeWindow | None = None
-        if skips_spikes or can_hold:
+        if skips_spikes or holds_norms:
             self._norms = SpikeWindow(section.spike_window, device, state.get("grad_norms", ()))
         num_in_a_row = float(state.get("nonfinite_in_a_row", 0))
         self._nonfinite_in_a_row = torch.full((), num_in_a_row, device=device)
         self._is_frozen = self._is_held = torch.zeros((), device=device)
-        self._can_hold = can_hold
-        self._holds = False
+        self._holds_norms = holds_norms
+        self._can_hold = False
         self._accepts_next = False
         self._first_limit = torch.full((), section.first_high_norm, device=device)
         self._norm = self._is_held
         self._limit = self._first_limit
+        self._overflow = self._is_held
         self._history: deque[_Step[Progress]] = deque(maxlen=HISTORY)
         self.record(progress)
 
     def start_holding(self) -> None:
-        """Hold updates if the gate can: the caller runs held steps again (`release`)."""
-        self._holds = self._can_hold
+        """Hold updates where needed: the caller runs held steps again (`release`)."""
+        self._can_hold = True
 
-    def gate(self, grad_norm: torch.Tensor, *, has_labels: bool = True) -> torch.Tensor:
+    def gate(
+        self,
+        grad_norm: torch.Tensor,
+        *,
+        has_labels: bool = True,
+        overflow: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Return 1 if this step's update is to be skipped, else 0. 0-dim tensors; does not wait.
 
         has_labels: False if no token of the step has a label on any rank. Its norm is no spike, and
             says nothing of the norms to come.
+        overflow: above 0 if the step was not computed completely, see `RowExchange`. None: it was.
         """
         # The product is 0 or NaN. `isfinite` launches more kernels.
         is_nonfinite = (grad_norm * 0).ne(0)
         norm = grad_norm if has_labels else torch.full_like(grad_norm, torch.nan)
         nonfinite_in_a_row = (self._nonfinite_in_a_row + 1) * is_nonfinite
-        if self._holds:
-            self._hold(norm, is_nonfinite)
+        if self._can_hold and (self._holds_norms or overflow is not None):
+            self._hold(norm, is_nonfinite, overflow)
             nonfinite_in_a_row = nonfinite_in_a_row.where(
                 self._is_held == 0, self._nonfinite_in_a_row
             )
@@ -185,19 +199,25 @@ class UpdateGate(Generic[Progress]):
             self._norms.add(norm, unless=paused)
         return skip
 
-    def _hold(self, norm: torch.Tensor, is_nonfinite: torch.Tensor) -> None:
-        """Hold updates from this step on if its norm is too high.
+    def _hold(
+        self, norm: torch.Tensor, is_nonfinite: torch.Tensor, overflow: torch.Tensor | None
+    ) -> None:
+        """Hold updates from this step on if its norm is too high, or `overflow` is above 0.
 
-        The step after `release` is accepted.
+        The norm of the step after `release` is accepted.
         """
-        assert self._norms is not None
         self._norm = norm
-        self._limit = self._first_limit
-        if self._norms.num_added >= FEWEST_NORMS:
-            self._limit = HIGH_NORM * self._norms.median()
-        if not self._accepts_next:
-            is_high = (norm > self._limit) > torch.maximum(is_nonfinite, self._is_frozen)
-            self._is_held = torch.maximum(self._is_held, is_high)
+        if self._holds_norms:
+            assert self._norms is not None
+            self._limit = self._first_limit
+            if self._norms.num_added >= FEWEST_NORMS:
+                self._limit = HIGH_NORM * self._norms.median()
+            if not self._accepts_next:
+                is_high = (norm > self._limit) > torch.maximum(is_nonfinite, self._is_frozen)
+                self._is_held = torch.maximum(self._is_held, is_high)
+        if overflow is not None:
+            self._overflow = overflow
+            self._is_held = torch.maximum(self._is_held, (overflow > 0) > self._is_frozen)
         self._accepts_next = False
 
     def record(self, progress: Progress) -> None:
@@ -205,7 +225,8 @@ class UpdateGate(Generic[Progress]):
         if len(self._history) == HISTORY:
             self._history.popleft()  # frees its page-locked memory for the new copies
         values = torch.stack([self._is_frozen, self._is_held, self._nonfinite_in_a_row])
-        self._history.append(_Step(progress, PendingValues(values), self._norm, self._limit))
+        copy = PendingValues(values)
+        self._history.append(_Step(progress, copy, self._norm, self._limit, self._overflow))
 
     def was_frozen(self) -> bool:
         """Return True if updates were frozen two steps ago. Does not block."""
@@ -217,10 +238,10 @@ class UpdateGate(Generic[Progress]):
 
     def is_held(self) -> bool:
         """Return True if the newest update was held. Waits for the device."""
-        return self._holds and self._history[-1].is_held
+        return self._can_hold and self._history[-1].is_held
 
     def release(self) -> HeldStep | None:
-        """Forget the held steps, and accept the next one whatever its norm. Waits for the device.
+        """Forget the held steps, and accept the norm of the next one. Waits for the device.
 
         Returns the first held step; None if updates are not held.
         """
@@ -229,12 +250,13 @@ class UpdateGate(Generic[Progress]):
         steps = list(self._history)
         good = [step for step in steps if not step.is_held]
         first = steps[len(good)]
-        assert self._norms is not None
-        self._norms.forget(len(steps) - len(good))
+        if self._norms is not None:
+            self._norms.forget(len(steps) - len(good))
         self._history = deque(good, maxlen=HISTORY)
         self._is_held = torch.zeros_like(self._is_held)
         self._accepts_next = True
-        return HeldStep(good[-1].progress, float(first.norm), float(first.limit))
+        values = float(first.norm), float(first.limit), float(first.overflow)
+        return HeldStep(good[-1].progress, *values)
 
     def last_good_progress(self) -> Progress | None:
         """Return the progress before updates were frozen, or None. Waits for the device."""
@@ -329,22 +351,25 @@ class Reruns(Generic[Input]):
             if held is None:
                 continue
             first, second = held.grad_norm, row["grad_norm"]
-            is_spike = second > held.limit
-            logger.warning(
-                f"Step {row['step']} has run again. Its gradient norm was {first:.6g} and is "
-                f"{second:.6g}. "
-                + (
-                    f"Both are above {held.limit:.4g}: it is a spike, and its update was made"
-                    if is_spike
-                    else "The first was wrong: a kernel, a GPU or its memory has failed. If it happens "
-                    "again, look for the rank with resilience.verify_gradients_freq"
+            outcome = "spike" if second > held.limit else "wrong"
+            if held.overflow:
+                outcome = "overflow"
+            else:
+                logger.warning(
+                    f"Step {row['step']} has run again. Its gradient norm was {first:.6g} and is "
+                    f"{second:.6g}. "
+                    + (
+                        f"Both are above {held.limit:.4g}: it is a spike, and its update was made"
+                        if outcome == "spike"
+                        else "The first was wrong: a kernel, a GPU or its memory has failed. If it "
+                        "happens again, look for the rank with resilience.verify_gradients_freq"
+                    )
                 )
-            )
             self._write_event(
                 "rerun",
                 step=row["step"],
                 first=first,
                 second=second,
                 limit=held.limit,
-                outcome="spike" if is_spike else "wrong",
+                outcome=outcome,
             )

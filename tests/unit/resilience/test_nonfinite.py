@@ -102,13 +102,13 @@ def test_a_step_without_labels_is_no_spike_and_has_no_norm() -> None:
 def holding_gate(norms: list[float], first_high_norm: float = 100.0) -> UpdateGate[int]:
     """Return a gate that holds high norms, after these norms."""
     section = Resilience(first_high_norm=first_high_norm, spike_window=32)
-    gate: UpdateGate[int] = UpdateGate(section, CPU, 0, {"grad_norms": norms}, can_hold=True)
+    gate: UpdateGate[int] = UpdateGate(section, CPU, 0, {"grad_norms": norms}, holds_norms=True)
     gate.start_holding()
     return gate
 
 
 def test_a_loop_that_runs_no_step_again_holds_none() -> None:
-    gate: UpdateGate[int] = UpdateGate(Resilience(), CPU, 0, {}, can_hold=True)
+    gate: UpdateGate[int] = UpdateGate(Resilience(), CPU, 0, {}, holds_norms=True)
     assert gate.gate(torch.tensor(1e6)) == 0
 
 
@@ -143,13 +143,32 @@ def test_held_steps_leave_no_trace_and_the_second_norm_is_accepted() -> None:
         gate.record(step)
     assert decisions == [0, 1, 1, 1] and held == [False, False, False, True]
     step = gate.release()
-    assert step is not None and step[:] == (1, 30.0, 20.0)
+    assert step is not None and step[:] == (1, 30.0, 20.0, 0.0)
     assert gate.state_dict() == {"nonfinite_in_a_row": 0, "grad_norms": [1.0] * 21}
     assert gate.release() is None
     for step, norm in enumerate([30.0, 1.0, 30.0], start=2):
         decisions.append(int(gate.gate(torch.tensor(norm))))
         gate.record(step)
     assert decisions[4:] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("holds_norms", [True, False])
+def test_an_overflow_holds_updates_even_after_release(holds_norms: bool) -> None:
+    """Norms do not matter: they may be of a step that was not computed completely."""
+    gate: UpdateGate[int] = UpdateGate(Resilience(), CPU, 0, {}, holds_norms=holds_norms)
+    gate.start_holding()
+    for step, (norm, overflow) in enumerate([(1.0, 0.0), (NAN, 0.5), (1.0, 0.0)], start=1):
+        skip = gate.gate(torch.tensor(norm), overflow=torch.tensor(overflow))
+        assert int(skip) == (step > 1)
+        gate.record(step)
+    held = gate.release()
+    assert held is not None and (held.progress, held.overflow) == (1, 0.5)
+    assert gate.gate(torch.tensor(1.0), overflow=torch.tensor(0.25)) == 1
+    gate.record(2)
+    held = gate.release()
+    assert held is not None and (held.progress, held.overflow) == (1, 0.25)
+    assert gate.gate(torch.tensor(1.0), overflow=torch.tensor(0.0)) == 0
+    assert gate.state_dict()["nonfinite_in_a_row"] == 0
 
 
 @pytest.mark.parametrize("num_before", [3, 8, 13])

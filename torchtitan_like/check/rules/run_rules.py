@@ -195,6 +195,17 @@ RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
         (EARLY_STEP,),
     ),
     Rule(
+        "bounded-exchange-early-step",
+        "parallelism.expert_parallel_exchange",
+        lambda run: (
+            run.config.optimizer.early_step_in_backward
+            and run.config.parallelism.expert_parallel_exchange == "bounded"
+        ),
+        f'"exact" {EARLY_UPDATES}',
+        'set optimizer.early_step_in_backward = false, or expert_parallel_exchange = "exact"',
+        (EARLY_STEP,),
+    ),
+    Rule(
         "gradient-check-early-step",
         "resilience.verify_gradients_freq",
         lambda run: (

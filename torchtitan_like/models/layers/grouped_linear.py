@@ -11,8 +11,8 @@
 
 `grouped_mm` requires (torch 2.13, `_meta_grouped_mm_common` in torch/_meta_registrations.py):
 rows and the rows of its result start at multiples of 16 bytes; of the last two strides one is 1.
-It writes no row after the last end (pytorch/pytorch#154557). No code here reads such a row: without
-padding there is none, and `_Padding.remove` reads the rows of groups only.
+It writes no row after the last end (pytorch/pytorch#154557). Such rows of `x` are padding: what is
+computed for them is arbitrary, and no row, weight or bias of a group gets a part of it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
     x: (rows, in); the rows of a group are adjacent, and the groups are in order.
     weight: (groups, out, in), of x's dtype.
-    ends: (groups,) int32: index after the last row of each group. The last one is `rows`.
+    ends: (groups,) int32: index after the last row of each group. Rows after the last one are padding.
 
     Returns (rows, out) in x's dtype.
     """
@@ -93,7 +93,8 @@ class _GroupBias(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
         rows = torch.arange(x.shape[0], device=x.device)
-        return x + bias.index_select(0, torch.searchsorted(ends, rows, right=True))
+        groups = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+        return x + bias.index_select(0, groups)
 
     @staticmethod
     @once_differentiable
@@ -149,6 +150,8 @@ class _Padding:
         rows = torch.arange(num_rows, device=ends.device)
         groups = torch.searchsorted(ends, rows, right=True)
         shifts = (self.ends - padded) - (ends - sizes)
+        # Rows after the last end go behind the last group.
+        shifts = torch.cat([shifts, self.ends[-1:] - ends[-1:]])
         self._positions = rows + shifts.index_select(0, groups)
         # The most that any sizes need. `grouped_mm` ignores rows after the last end.
         self._num_rows = num_rows + ends.shape[0] * _PADDED_ROWS

@@ -136,17 +136,17 @@ class Experts(nn.Module):
         self.w2 = nn.Parameter(torch.empty(num_experts, dim, hidden_dim))
         self.w3 = nn.Parameter(torch.empty(num_experts, hidden_dim, dim))
 
-    def find_routes(self, expert_ids: Tensor) -> Routes:
-        """Sort the choices (tokens, top_k) by expert. Called before `forward`."""
-        return sort_by_expert(expert_ids, self.num_experts)
+    def find_routes(self, expert_ids: Tensor, weights: Tensor) -> Routes:
+        """Sort the choices and their weights, (tokens, top_k) each, by expert."""
+        return sort_by_expert(expert_ids, weights, self.num_experts)
 
-    def forward(self, tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        """Return the weighted sum of each token's experts.
+    def send(self, tokens: Tensor, routes: Routes) -> Tensor:
+        """Copy tokens (tokens, dim) to rows (rows, dim), the input of `forward`."""
+        return dispatch(tokens, routes)
 
-        tokens: (tokens, dim). weights: (tokens, top_k). Returns (tokens, dim).
-        """
-        rows = self.compute_rows(dispatch(tokens, routes), routes)
-        return combine(rows, weights, routes)
+    def forward(self, rows: Tensor, routes: Routes) -> Tensor:
+        """Return the weighted sum of each token's experts (tokens, dim) from the output of `send`."""
+        return combine(self.compute_rows(rows, routes), routes)
 
     def compute_rows(self, rows: Tensor, routes: Routes) -> Tensor:
         """Map rows (rows, dim), sorted by expert, to the same shape."""
@@ -187,9 +187,11 @@ class InputWeightedExperts(Experts):
     This is the order of Llama 4 (`modeling_llama4.py` of Hugging Face's transformers).
     """
 
-    def forward(self, tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-        rows = self.compute_rows(dispatch_weighted(tokens, weights, routes), routes)
-        return add_rows(rows, routes)
+    def send(self, tokens: Tensor, routes: Routes) -> Tensor:
+        return dispatch_weighted(tokens, routes)
+
+    def forward(self, rows: Tensor, routes: Routes) -> Tensor:
+        return add_rows(self.compute_rows(rows, routes), routes)
 
 
 class MoE(nn.Module):
@@ -263,10 +265,11 @@ class MoE(nn.Module):
             expert_ids = self.router.select(logits.detach(), self.expert_bias)
         weights = self.router.weigh(logits, expert_ids)
         weights = count_in_backward(weights, expert_ids, self.tokens_per_expert)
-        routes = self.experts.find_routes(expert_ids)
-        # Before the experts: meanwhile expert-parallel ranks exchange how many rows they will send.
+        routes = self.experts.find_routes(expert_ids, weights)
+        rows = self.experts.send(tokens, routes)
+        # Before the experts: meanwhile expert-parallel ranks exchange rows, or their numbers.
         shared = None if self.shared_experts is None else self.shared_experts(x)
-        out: Tensor = self.experts(tokens, weights, routes).view_as(x)
+        out: Tensor = self.experts(rows, routes).view_as(x)
         return out if shared is None else out + shared
 
     def _in_turn(self, x: Tensor) -> Tensor:
@@ -327,22 +330,28 @@ def force_round_robin_routing(model: nn.Module) -> None:
 class Routes(NamedTuple):
     """The rows of each token. A row is a copy of a token for one expert.
 
+    Rows of padding belong to no choice. Their values are arbitrary, and no code reads them.
+
+    weights: (tokens, top_k) of the choices.
     token_of_row: (rows,) index of the token.
     slot_of_row: (rows,) index into the flattened (tokens, top_k) choices.
-    row_of_slot: (tokens, top_k) index of the row; the inverse of `slot_of_row`.
+    row_of_slot: (tokens, top_k) index of the row.
     ends: (experts,) int32, index after the last row of each expert.
     received_counts: with expert parallelism (ranks, local experts) int64, the number of rows that
         each rank sends to each expert of this rank. None if this rank has all experts.
+    buffer_size: rows that each rank sends to each other one, with padding. 0: rows have no padding.
     """
 
+    weights: Tensor
     token_of_row: Tensor
     slot_of_row: Tensor
     row_of_slot: Tensor
     ends: Tensor
     received_counts: Tensor | None = None
+    buffer_size: int = 0
 
 
-def sort_by_expert(expert_ids: Tensor, num_experts: int) -> Routes:
+def sort_by_expert(expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routes:
     """Sort the choices (tokens, top_k) by expert; an expert's rows keep the order of the tokens."""
     sorted_ids, slot_of_row = expert_ids.flatten().sort(stable=True)
     indices = torch.arange(slot_of_row.shape[0], device=expert_ids.device)
@@ -350,6 +359,7 @@ def sort_by_expert(expert_ids: Tensor, num_experts: int) -> Routes:
     experts = torch.arange(num_experts, device=expert_ids.device)
     ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
     return Routes(
+        weights=weights,
         token_of_row=slot_of_row // expert_ids.shape[1],
         slot_of_row=slot_of_row,
         row_of_slot=row_of_slot.view_as(expert_ids),
@@ -363,13 +373,13 @@ def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
     return rows
 
 
-def dispatch_weighted(tokens: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-    """Copy tokens (tokens, dim) times weights (tokens, top_k) to rows (rows, dim).
+def dispatch_weighted(tokens: Tensor, routes: Routes) -> Tensor:
+    """Copy tokens (tokens, dim) times their weights to rows (rows, dim).
 
     Products are computed in the dtype of the weights and rounded once.
     """
     rows: Tensor = _WeightedDispatch.apply(
-        tokens, weights, routes.token_of_row, routes.slot_of_row, routes.row_of_slot
+        tokens, routes.weights, routes.token_of_row, routes.slot_of_row, routes.row_of_slot
     )
     return rows
 
@@ -380,13 +390,13 @@ def add_rows(rows: Tensor, routes: Routes) -> Tensor:
     return out
 
 
-def combine(rows: Tensor, weights: Tensor, routes: Routes) -> Tensor:
-    """Return each token's sum of its rows times weights (tokens, top_k): (tokens, dim).
+def combine(rows: Tensor, routes: Routes) -> Tensor:
+    """Return each token's sum of its rows times their weights: (tokens, dim).
 
     Sums are accumulated in the dtype of the weights and rounded once.
     """
     out: Tensor = _Combine.apply(
-        rows, weights, routes.token_of_row, routes.slot_of_row, routes.row_of_slot
+        rows, routes.weights, routes.token_of_row, routes.slot_of_row, routes.row_of_slot
     )
     return out
 
