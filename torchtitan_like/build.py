@@ -305,7 +305,12 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Sharded
     kernels.select_backend(training.attention_backend)
     select_product(training.grouped_mm)
     args = fit_positions(run.args, run.max_seq_len)
-    exchange = _row_exchange(run, world.device)
+    with world.allocating():
+        exchange = RowExchange(
+            run.dims.ep > 1 and config.bounds_rows(is_on_cpu=world.device.type == "cpu"),
+            config.parallelism.expert_parallel_capacity,
+            world.device,
+        )
     built = build_parts(
         spec, args, world, sections, exchange, loss=head_loss, num_samples=num_samples
     )
@@ -314,18 +319,6 @@ def build_sharded_model(run: Run, world: World, *, with_tokens: bool) -> Sharded
         force_round_robin_routing(built.parts)
     lines = [*built.lines, *describe_experts(built.parts, dtype)]
     return built._replace(lines=lines)
-
-
-def _row_exchange(run: Run, device: torch.device) -> RowExchange:
-    section = run.config.parallelism
-    # An optimizer in backward cannot take a step back, and the order of sums in a kernel may depend
-    # on the size of a buffer, which grows.
-    allows = device.type != "cpu" and not (
-        run.config.optimizer.early_step_in_backward or run.config.debug.deterministic
-    )
-    is_bounded = {"auto": allows, "bounded": True, "exact": False}[section.expert_parallel_exchange]
-    is_bounded = is_bounded and run.dims.ep > 1
-    return RowExchange(is_bounded, section.expert_parallel_capacity, device)
 
 
 def log_attention(run: Run, device: torch.device) -> None:

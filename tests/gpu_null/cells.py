@@ -23,17 +23,13 @@ BASE = """
 
 @dataclass(frozen=True)
 class Cell:
-    """One run: arguments in addition to BASE, number of ranks, accepted host syncs with reasons.
-
-    most_syncs: the number of accepted host syncs in a step; None if any number is accepted.
-    """
+    """One run: arguments in addition to BASE, number of ranks, accepted host syncs with reasons."""
 
     name: str
     num_ranks: int
     arguments: str = ""
     # A part of the call's stack -> the reason for which the host may wait.
     syncs: dict[str, str] = field(default_factory=dict)
-    most_syncs: int | None = None
 
     @property
     def command(self) -> list[str]:
@@ -56,9 +52,6 @@ FLOAT8 = (
 OP = "selective --activation_checkpoint.selective_ac_option op"
 EP = "--parallelism.expert_parallel_degree"
 EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe --model.args.load_balance global"
-ROW_COUNTS = {
-    "expert_parallel.py:_copy_to_host": "an uneven all-to-all needs the numbers of rows on the host"
-}
 OFFLOAD_WAITS = {
     "_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of backward"
 }
@@ -90,23 +83,12 @@ CELLS = [
     Cell("pipeline_zbv", 2, f"{PP} 2 {SCHEDULE} ZBVZeroBubble"),
     Cell("pipeline_dualpipev", 2, f"{PP} 2 {SCHEDULE} DualPipeV"),
     Cell("fsdp_pipeline_interleaved_zero_bubble", 4, f"{PP} 2 {SCHEDULE} InterleavedZeroBubble"),
-    # 8 layers of 64 experts. Each wait is two events: the copy, and the wait for its stream.
-    Cell("expert_parallel", 2, f"{EXPERTS} {EP} 2", ROW_COUNTS, most_syncs=2 * 8),
-    Cell("expert_tensor_parallel", 2, f"{EXPERTS} {EP} 2 {TP} 2", ROW_COUNTS, most_syncs=2 * 8),
-    Cell(
-        "expert_parallel_pipeline",  # 4 layers on a stage, 8 micro-batches
-        4,
-        f"{EXPERTS} {EP} 2 {PP} 2 {SCHEDULE} 1F1B",
-        ROW_COUNTS,
-        most_syncs=2 * 4 * 8,
-    ),
-    Cell(
-        "expert_parallel_full_checkpointing",  # recomputation does not wait again
-        2,
-        f"{EXPERTS} {EP} 2 {AC} full",
-        ROW_COUNTS,
-        most_syncs=2 * 8,
-    ),
+    # 8 layers of 64 experts
+    Cell("expert_parallel", 2, f"{EXPERTS} {EP} 2"),
+    Cell("expert_tensor_parallel", 2, f"{EXPERTS} {EP} 2 {TP} 2"),
+    # 4 layers on a stage, 8 micro-batches
+    Cell("expert_parallel_pipeline", 4, f"{EXPERTS} {EP} 2 {PP} 2 {SCHEDULE} 1F1B"),
+    Cell("expert_parallel_full_checkpointing", 2, f"{EXPERTS} {EP} 2 {AC} full"),
     # activation checkpointing
     Cell("full_checkpointing", 2, f"{AC} full"),
     Cell("per_op_checkpointing", 2, f"{AC} {OP}"),

@@ -38,20 +38,6 @@ class RecordedTrainer(train.Trainer):
 # every checkpoint would be rejected.
 train.nonfinite_state = lambda states, group: []
 
-
-def exchange_even_rows(
-    rows: Tensor, to_send: list[int], to_receive: list[int], group: ProcessGroup
-) -> Tensor:
-    """Exchange as many rows with each rank. The numbers of rows that a null device returns are 0."""
-    num_rows, remainder = divmod(rows.shape[0], group.size())
-    assert remainder == 0 and not any(to_send) and not any(to_receive)
-    even = [num_rows] * group.size()
-    return exchange_rows(rows, even, even, group)
-
-
-exchange_rows = expert_parallel.exchange_rows
-expert_parallel.exchange_rows = exchange_even_rows
-
 if __name__ == "__main__":
     run.Trainer = RecordedTrainer
     code = run.main(sys.argv[1:])

@@ -123,11 +123,6 @@ def test_step_has_the_counts_of_the_table(
         assert not unexplained, f"rank {rank} waits for the device:\n" + "\n".join(
             describe_calls(unexplained)
         )
-        if cell.most_syncs is not None:
-            num_syncs = sum(call[4] for call in syncs)
-            assert num_syncs <= cell.most_syncs, f"rank {rank} waits {num_syncs} times:\n" + (
-                "\n".join(describe_calls(syncs))
-            )
     assert [
         line for line in recorded.output.splitlines() if any(part in line for part in UNWANTED)
     ] == []

@@ -82,6 +82,15 @@ class JobConfig(Section):
         """Return True if the user wrote the dotted key, or one below it, whatever its value."""
         return self.origin_of(key) != "default"
 
+    def bounds_rows(self, *, is_on_cpu: bool) -> bool:
+        """Return True if expert-parallel ranks exchange their rows in bounded buffers."""
+        if self.parallelism.expert_parallel_exchange != "auto":
+            return self.parallelism.expert_parallel_exchange == "bounded"
+        # An optimizer in backward cannot take a step back. The order of sums in a kernel may depend
+        # on the size of the buffers, which grow.
+        is_atomic = not self.optimizer.early_step_in_backward
+        return is_atomic and not (is_on_cpu or self.debug.deterministic)
+
     def with_sizes(self, flavor: str, args: Mapping[str, Any], origin: str) -> JobConfig:
         """Return the configuration with the flavor and sizes that `origin` gives to the model.
 

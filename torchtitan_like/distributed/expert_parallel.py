@@ -173,11 +173,15 @@ class RowExchange:
             if "excess" in getattr(module, "changed_in_backward", ()):
                 module.register_buffer("excess", self._excess, persistent=False)
 
+    def padding(self, num_ranks: int) -> float:
+        """Return the rows of all buffers on `num_ranks`, as a multiple of the rows that are sent."""
+        return min(self.capacity, num_ranks) if self.is_bounded else 1.0
+
     def buffer_size(self, num_rows: int, num_ranks: int) -> int:
         """Return the rows of a buffer if a rank has `num_rows`; 0: the exchange is exact."""
         if not self.is_bounded or self._is_repeated or not torch.is_grad_enabled():
             return 0
-        return max(1, int(min(self.capacity, num_ranks) * num_rows / num_ranks))
+        return max(1, int(self.padding(num_ranks) * num_rows / num_ranks))
 
     def overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
         """Return by how much the fullest buffer of this step was too small; 0 if all were not.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan_like.config import JobConfig
@@ -157,6 +157,7 @@ def kept_bytes_per_token(sizes: Sizes, layout: Layout, *, fuses: bool = False) -
 
 def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
     """Return an estimate of the bytes that the allocator of the fullest rank reserves, GiB."""
+    sizes = _with_padding(sizes, layout, space)
     shards = layout.shard * layout.cp
     layers = space.num_slots / layout.pp if layout.pp > 1 else sizes.layers
     dense, experts = sizes.block - sizes.block_experts, sizes.block_experts
@@ -182,8 +183,17 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
     return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
 
 
+def _with_padding(sizes: Sizes, layout: Layout, space: Space) -> Sizes:
+    """Return the sizes with the rows of padding that expert-parallel ranks exchange."""
+    if not space.config.bounds_rows(is_on_cpu=False):
+        return sizes
+    capacity = min(space.config.parallelism.expert_parallel_capacity, layout.ep)
+    rows = (capacity - 1) * sizes.rows
+    return replace(sizes, rows=sizes.rows + rows, ffn_dim=sizes.ffn_dim + rows * sizes.expert_dim)
+
+
 def _rows_of_rank(layout: Layout, sizes: Sizes, space: Space) -> float:
-    """Return the rows that a rank's experts compute in a layer for one micro-batch, if all are even.
+    """Return the rows that a rank's experts have in a layer for one micro-batch, if all are even.
 
     With expert tensor parallelism, each rank has the rows of its tensor-parallel group.
     """
@@ -257,6 +267,7 @@ def seconds(layout: Layout, sizes: Sizes, space: Space, gpu: Gpu, network: Netwo
     """
     config = space.config
     tokens = space.global_batch * config.training.seq_len
+    sizes = _with_padding(sizes, layout, space)
     flops = sizes.flops_per_token * tokens * (1 + RECOMPUTED[layout.recompute])
     peak = _peak_flops(config, gpu)
     computing = flops / (peak * COMPUTE_REACHED) / space.world_size

@@ -113,6 +113,7 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
     with recorder.allocating("parameters"):
         with_tokens = num_sources > 0 or config.validation.enable
         model = build_sharded_model(run, world, with_tokens=with_tokens)
+    recorder.row_padding = model.exchange.padding(world.dims.ep)
     if model.offload is not None:
         model.offload.checks_memory = False  # of the host of the run, not of this one
     for part in model.parts:

@@ -315,6 +315,8 @@ class Recorder(TorchDispatchMode):
         the CPU, that is all memory.
     matmul_workspace: bytes that each handle of the library for matrix products keeps. PyTorch has
         one for each stream of each thread; autograd runs the backward in a thread of its own.
+
+    row_padding: rows of grouped matrix products / rows that the kernels compute.
     """
 
     def __init__(self, device_type: str, matmul_workspace: int = 0) -> None:
@@ -322,6 +324,7 @@ class Recorder(TorchDispatchMode):
         self.recording = Recording()
         self.stream = COMPUTE
         self.num_muted = 0  # records nothing while above 0
+        self.row_padding = 1.0
         self._device_type = device_type
         self._matmul_workspace = matmul_workspace
         self._matmul_handles: set[tuple[int, bool]] = set()  # (stream, is the autograd thread's)
@@ -546,6 +549,8 @@ class Recorder(TorchDispatchMode):
         if not tensors:
             return
         flops = 0 if operator.flops is None else operator.flops(*args, **kwargs, out_val=out)
+        if operator.name == "_grouped_mm":
+            flops = round(flops / self.row_padding)
         kind: Kind = "memory"
         if flops:
             kind = "attention" if "attention" in operator.name else "matmul"
