@@ -1,4 +1,4 @@
-"""`torch.compile`, with a barrier that Inductor's kernels lack.
+"""`torch.compile`, with a barrier that Inductor's kernels lack, and functions that fuse on GPUs.
 
 A Triton kernel of Inductor may store a tensor in one loop and load it in its next loop. The loops can
 give the same element to different threads, for example when a kernel reads bfloat16 and stores
@@ -10,11 +10,19 @@ in bfloat16 had gradients of a hundred times the right norm, with the right loss
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Callable
-from functools import wraps
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger()
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Part of the key of compiled graphs on disk: those without barriers are not used.
 _CACHE_TAG = "barrier-before-load"
@@ -25,6 +33,46 @@ def compile_function(function: Callable[..., Any], **options: Any) -> Callable[.
     if torch.accelerator.is_available():
         _add_barriers()
     return torch.compile(function, **options)
+
+
+def fused_on_gpu(function: Function) -> Function:
+    """Compile `function` for tensors on a GPU, where it then runs as few kernels instead of many.
+
+    Other tensors run its operators one by one, and so do tensors without values, distributed ones,
+    and those of a GPU that Triton does not support. Inside a compiled graph the operators are part
+    of that graph. The first call on a GPU compiles. A size that changes compiles once more, for any
+    size.
+    """
+    compiled = cache(lambda: compile_function(function))
+
+    @wraps(function)
+    def call(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or not (_are_on_gpu(args) and _can_compile()):
+            return function(*args)
+        return compiled()(*args)
+
+    return cast(Function, call)
+
+
+def _are_on_gpu(args: tuple[Any, ...]) -> bool:
+    """Return True if all tensors among `args` are plain ones on a GPU."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.is_cuda for tensor in tensors)
+
+
+@cache
+def _can_compile() -> bool:
+    """Return True if Triton supports the GPU and finds a C compiler, with which it loads kernels."""
+    from torch.utils._triton import has_triton
+
+    problem = None
+    if not has_triton():
+        problem = "Triton does not support this GPU (it needs compute capability 7.0)"
+    elif not any(shutil.which(name) for name in (os.environ.get("CC"), "gcc", "clang") if name):
+        problem = "there is no C compiler (install gcc, or set CC)"
+    if problem:
+        logger.warning(f"Kernels are not fused, so steps take longer: {problem}")
+    return problem is None
 
 
 def _add_barriers() -> None:

@@ -1,6 +1,11 @@
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchtitan_like.util import compile as subject
 
@@ -34,3 +39,81 @@ def test_inductor_has_what_the_barrier_needs():
     assert "invalidated_stores" in vars(CSE())
     assert hasattr(IndentedBuffer, "writeline")
     assert isinstance(torch.compiler.config.cache_key_tag, str)
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Let CPU tensors stand for those on a GPU; return a counter of compiled graphs."""
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    monkeypatch.setattr(subject, "_are_on_gpu", lambda args: True)
+    monkeypatch.setattr(subject, "_can_compile", lambda: True)
+    monkeypatch.setattr(
+        subject, "compile_function", lambda function: torch.compile(function, backend=counter)
+    )
+    yield counter
+    torch._dynamo.reset()
+
+
+def gather_and_scale(rows, index, weights):
+    picked = rows.index_select(0, index)
+    return picked if weights is None else picked * weights[:, None]
+
+
+def test_a_fused_function_compiles_twice_for_any_number_of_rows(compilations):
+    fused = subject.fused_on_gpu(gather_and_scale)
+    assert fused.__name__ == "gather_and_scale" and compilations.frame_count == 0
+    for num_rows in (8, 8, 12, 5, 9, 20, 31):
+        rows, weights = torch.randn(num_rows + 3, 4), torch.randn(num_rows)
+        index = torch.randint(num_rows + 3, (num_rows,))
+        assert torch.equal(fused(rows, index, weights), gather_and_scale(rows, index, weights))
+    assert compilations.frame_count == 2
+
+
+def test_a_fused_function_is_part_of_the_graph_of_its_caller(compilations):
+    fused = subject.fused_on_gpu(gather_and_scale)
+    caller = torch.compile(lambda *args: fused(*args) + 1, backend=compilations, fullgraph=True)
+    rows, index = torch.randn(5, 4), torch.tensor([3, 0])
+    assert torch.equal(caller(rows, index, None), rows[index] + 1)
+    assert compilations.frame_count == 1
+
+
+def test_a_fused_function_compiles_in_the_thread_of_a_backward(compilations):
+    fused = subject.fused_on_gpu(gather_and_scale)
+    rows, index = torch.randn(5, 4), torch.tensor([3, 0])
+    with ThreadPoolExecutor(1) as thread:
+        result = thread.submit(fused, rows, index, None).result()
+    assert torch.equal(result, rows[index]) and compilations.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.randn(5, 4),
+        nn.Parameter(torch.randn(5, 4)),
+        torch.randn(5, 4, device="meta"),
+        FakeTensorMode().from_tensor(torch.randn(5, 4)),
+    ],
+    ids=["cpu", "parameter", "meta", "fake"],
+)
+def test_tensors_that_are_not_on_a_gpu_never_import_the_compiler(rows, monkeypatch):
+    monkeypatch.setattr(subject, "compile_function", pytest.fail)
+    fused = subject.fused_on_gpu(lambda rows: rows.sum(1))
+    assert fused(rows).shape == (5,)
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "has_compiler", "message"),
+    [
+        (True, True, None),
+        (False, True, "Triton does not support this GPU"),
+        (True, False, "there is no C compiler"),
+    ],
+)
+def test_kernels_are_not_fused_where_triton_cannot_run(
+    has_triton, has_compiler, message, monkeypatch, caplog
+):
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: has_triton)
+    monkeypatch.setattr("shutil.which", lambda name: name if has_compiler else None)
+    assert subject._can_compile.__wrapped__() == (message is None)
+    assert (message or "") in caplog.text and bool(caplog.text) == bool(message)
