@@ -36,6 +36,7 @@ from torchtitan_like.distributed.collectives import (
     start_rows,
 )
 from torchtitan_like.distributed.views import to_local, view_parameter
+from torchtitan_like.util.compile import fused_on_gpu
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -228,12 +229,12 @@ def exchange_with_owners(experts: Any, group: ProcessGroup, exchange: RowExchang
 
     def find_routes_and_count(expert_ids: Tensor, weights: Tensor) -> Any:
         routes = find_routes(expert_ids, weights)
+        routes = routes._replace(sent_counts=_count(routes.ends, num_ranks))
         if size := exchange.buffer_size(routes.slot_of_row.shape[0], num_ranks):
             routes, excess = fill_buffers(routes, num_ranks, size)
             weights = _MaxInBackward.apply(routes.weights, excess, experts.excess)
             routes = routes._replace(weights=weights)
-        counts = _count(routes.ends).view(num_ranks, -1)
-        return routes._replace(received_counts=start_exchange(counts, group))
+        return routes._replace(received_counts=start_exchange(routes.sent_counts, group))
 
     def send_bounded(tokens: Tensor, routes: Any) -> Tensor:
         rows = send(tokens, routes)
@@ -243,16 +244,12 @@ def exchange_with_owners(experts: Any, group: ProcessGroup, exchange: RowExchang
         received = arrived(routes.received_counts)
         if routes.buffer_size:
             arriving = finish_rows(rows, group)
-            first = torch.arange(0, rows.shape[0], routes.buffer_size, device=rows.device)
             to_send = to_receive = [routes.buffer_size] * num_ranks
         else:
-            sent = _count(routes.ends).view(num_ranks, -1).sum(1)
-            totals = torch.stack([sent, received.sum(1)])
+            totals = torch.stack([routes.sent_counts.sum(1), received.sum(1)])
             to_send, to_receive = read_split_sizes(totals, rows.shape[0])
             arriving = exchange_rows(rows, to_send, to_receive, group)
-            first = totals[1].cumsum(0) - totals[1]
-        source, position = _sort_arrivals(received, first, arriving.shape[0])
-        ends = received.sum(0).cumsum(0).to(routes.ends.dtype)
+        ends, source, position = _sort_arrivals(received, arriving.shape[0], routes.buffer_size)
         computed = compute_local_rows(
             _permute(arriving, source, position), routes._replace(ends=ends)
         )
@@ -273,26 +270,40 @@ def fill_buffers(routes: Any, num_ranks: int, size: int) -> tuple[Any, Tensor]:
     Returns the routes to and from (num_ranks * size) rows, and how many rows the fullest buffer
     cannot hold, in even shares (0-dim float32).
     """
-    num_rows, device = routes.slot_of_row.shape[0], routes.ends.device
-    ends = routes.ends.view(num_ranks, -1)
-    first = torch.cat([ends.new_zeros(1), ends[:-1, -1]])  # of the rows for each rank
-    num_sent = ends[:, -1] - first
-    place = torch.arange(size, device=device)
-    row = (first[:, None] + place).flatten().clamp(max=num_rows - 1)
-    owner = torch.searchsorted(ends[:, -1].contiguous(), routes.row_of_slot, right=True)
-    row_of_slot = routes.row_of_slot - first[owner]
-    row_of_slot = row_of_slot.clamp(max=size - 1) + owner * size
-    kept = (ends - first[:, None]).clamp(max=size)
-    kept = torch.diff(kept, dim=1, prepend=kept.new_zeros(num_ranks, 1))
-    excess = (num_sent.max() - size).clamp(min=0) * (num_ranks / num_rows)
-    routes = routes._replace(
-        token_of_row=routes.token_of_row[row],
-        slot_of_row=routes.slot_of_row[row],
-        row_of_slot=row_of_slot,
-        ends=kept.flatten().cumsum(0, dtype=ends.dtype),
-        buffer_size=size,
+    *indices, sent_counts, excess = _fill_buffers(
+        routes.token_of_row, routes.slot_of_row, routes.row_of_slot, routes.sent_counts, size
     )
-    return routes, excess.to(torch.float32)
+    names = ("token_of_row", "slot_of_row", "row_of_slot")
+    changes = dict(zip(names, indices, strict=True))
+    return routes._replace(**changes, sent_counts=sent_counts, buffer_size=size), excess
+
+
+@fused_on_gpu
+def _fill_buffers(
+    token_of_row: Tensor,
+    slot_of_row: Tensor,
+    row_of_slot: Tensor,
+    sent_counts: Tensor,
+    size: int,
+) -> tuple[Tensor, ...]:
+    num_rows, num_ranks = slot_of_row.shape[0], sent_counts.shape[0]
+    num_sent = sent_counts.sum(1)
+    ends = num_sent.cumsum(0)
+    first = ends - num_sent  # of the rows for each rank
+    row = (first[:, None] + torch.arange(size, device=first.device)).flatten()
+    row = row.clamp(max=num_rows - 1)
+    owner = torch.searchsorted(ends, row_of_slot, right=True)
+    place = (row_of_slot - first[owner]).clamp(max=size - 1)
+    before = sent_counts.cumsum(1) - sent_counts
+    kept = torch.minimum(sent_counts, (size - before).clamp(min=0))
+    excess = (num_sent.max() - size).clamp(min=0) * (num_ranks / num_rows)
+    return (
+        token_of_row[row],
+        slot_of_row[row],
+        owner * size + place,
+        kept,
+        excess.to(torch.float32),
+    )
 
 
 class _MaxInBackward(torch.autograd.Function):
@@ -307,7 +318,7 @@ class _MaxInBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.total.copy_(torch.maximum(ctx.total, ctx.saved_tensors[0]))
+        ctx.total.clamp_(min=ctx.saved_tensors[0])
         return grad, None, None
 
 
@@ -334,30 +345,46 @@ def gather_tokens(experts: Any, group: ProcessGroup) -> None:
     experts.forward = compute_for_all
 
 
-def _count(ends: Tensor) -> Tensor:
-    """Return the rows of each expert, int64, from the index after the last row of each."""
-    return torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64)
+@fused_on_gpu
+def _count(ends: Tensor, num_ranks: int) -> Tensor:
+    """Return the rows of each expert, (ranks, local experts) int64.
 
-
-def _sort_arrivals(counts: Tensor, first: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return how received rows are sorted by expert: (num_rows,) int64 each.
-
-    counts: (ranks, experts), rows from each rank for each expert; they arrive in this order.
-    first: (ranks,) index of the first row from each rank. Rows that no count has are padding.
-
-    Returns for each sorted row the index at which it arrives, and for each arriving row its index
-    after sorting. Both are indices of any row for padding.
+    ends: (experts,), index after the last row of each.
     """
+    return torch.diff(ends, prepend=ends.new_zeros(1)).to(torch.int64).view(num_ranks, -1)
+
+
+@fused_on_gpu
+def _sort_arrivals(
+    counts: Tensor, num_rows: int, buffer_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return how received rows are sorted by expert.
+
+    counts: (ranks, experts) int64, rows from each rank for each expert; they arrive in this order.
+    buffer_size: rows that arrive from each rank, with padding behind those of `counts`. 0: rows have
+        no padding.
+
+    Returns `ends` (experts,) int32, the index after the last row of each expert; for each sorted row
+    the index at which it arrives; for each arriving row its index after sorting, (num_rows,) int64
+    each. Padding has the index of any row.
+    """
+    num_received = counts.sum(1)
+    if buffer_size:
+        first = torch.arange(0, num_rows, buffer_size, device=counts.device)
+    else:
+        first = num_received.cumsum(0) - num_received
     arrival = first[:, None] + counts.cumsum(1) - counts
-    ends = counts.T.flatten().cumsum(0)
-    after = (ends - counts.T.flatten()).view(counts.T.shape).T
+    sorted_counts = counts.T.flatten()
+    sorted_ends = sorted_counts.cumsum(0)
+    after = (sorted_ends - sorted_counts).view(counts.T.shape).T
     shift = after - arrival  # of the rows from a rank for an expert
     rows = torch.arange(num_rows, device=counts.device)
-    block = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
+    block = torch.searchsorted(sorted_ends, rows, right=True).clamp(max=counts.numel() - 1)
     source = rows - shift.T.flatten()[block]
     block = torch.searchsorted(arrival.flatten(), rows, right=True) - 1
     position = rows + shift.flatten()[block]
-    return source.clamp(0, num_rows - 1), position.clamp(0, num_rows - 1)
+    ends = sorted_ends.view(counts.T.shape)[:, -1].to(torch.int32)
+    return ends, source.clamp(0, num_rows - 1), position.clamp(0, num_rows - 1)
 
 
 def _permute(rows: Tensor, source: Tensor, position: Tensor) -> Tensor:

@@ -337,8 +337,9 @@ class Routes(NamedTuple):
     slot_of_row: (rows,) index into the flattened (tokens, top_k) choices.
     row_of_slot: (tokens, top_k) index of the row.
     ends: (experts,) int32, index after the last row of each expert.
-    received_counts: with expert parallelism (ranks, local experts) int64, the number of rows that
-        each rank sends to each expert of this rank. None if this rank has all experts.
+    sent_counts, received_counts: with expert parallelism (ranks, local experts) int64, the rows that
+        this rank sends to each expert of each rank, and that each rank sends to each expert of this
+        one. None if this rank has all experts.
     buffer_size: rows that each rank sends to each other one, with padding. 0: rows have no padding.
     """
 
@@ -347,6 +348,7 @@ class Routes(NamedTuple):
     slot_of_row: Tensor
     row_of_slot: Tensor
     ends: Tensor
+    sent_counts: Tensor | None = None
     received_counts: Tensor | None = None
     buffer_size: int = 0
 
