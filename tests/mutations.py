@@ -118,7 +118,7 @@ MUTATIONS = (
     ),
     Mutation(
         "rows of experts return in the wrong order",
-        "distributed/expert_parallel.py",
+        "distributed/row_exchange.py",
         "_permute(computed, position, source)",
         "_permute(computed, source, position)",
         "tests/distributed/test_expert_parallel.py",

@@ -24,12 +24,12 @@ from torchtitan_like.data.builder import DataBuilder
 from torchtitan_like.data.text.tokenizer import load_tokenizer
 from torchtitan_like.distributed.data_parallel import DTYPES
 from torchtitan_like.distributed.determinism import seed_everything
-from torchtitan_like.distributed.expert_parallel import RowExchange
 from torchtitan_like.distributed.float8 import FLOAT8, HARDLY_FASTER, after_optimizer_step
 from torchtitan_like.distributed.initialize import initialize, weight_hash
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.distributed.parallelize import Sections, ShardedModel, build_parts
 from torchtitan_like.distributed.recorder import trace_file
+from torchtitan_like.distributed.row_exchange import RowExchange
 from torchtitan_like.distributed.world import World
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.extensions.user_code import ExtensionError, Observers, resolve_name

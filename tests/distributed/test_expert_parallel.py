@@ -16,7 +16,7 @@ from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
-from torchtitan_like.distributed.expert_parallel import RowExchange, exchange_with_owners
+from torchtitan_like.distributed.row_exchange import RowExchange, exchange_with_owners
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer
@@ -78,7 +78,10 @@ def results(experts, forward, tokens, weights, ids):
 EQUAL_LOADS = {
     "even": (LOADS["even"], 0.0),
     "fits": (([[0, 1], [1, 2], [0, 1], [2, 3]], [[3, 2], [0, 1], [2, 0], [1, 3]]), 0.0),
-    "one row too many": (([[0, 1], [1, 0], [0, 1], [2, 3]], [[3, 2], [0, 1], [2, 0], [1, 3]]), 0.25),
+    "one row too many": (
+        ([[0, 1], [1, 0], [0, 1], [2, 3]], [[3, 2], [0, 1], [2, 0], [1, 3]]),
+        0.25,
+    ),
     "all to one rank": (([[2, 3]] * 4, [[3, 2]] * 4), 0.75),
     "all to one expert": (([[3], [3], [3], [3]], [[3], [3], [3], [3]]), 1.0),  # 2 of 4 rows fit
 }
@@ -177,14 +180,17 @@ def exchanges_of_step(argv):
     return integers, len(sent) - integers, traffic.num_row_counts
 
 
+@pytest.mark.parametrize("exchange", ["exact", "bounded"])
 @pytest.mark.parametrize("mode", RECOMPUTED)
-def test_recomputation_does_not_count_rows_again(tmp_path, mode):
+def test_recomputation_does_not_count_rows_again(tmp_path, mode, exchange):
+    """The bounded exchange never copies the numbers of rows to the host."""
     section, num_rows = RECOMPUTED[mode]
-    changes = {"training.local_batch_size": 4}
+    changes = {"training.local_batch_size": 4, "parallelism.expert_parallel_exchange": exchange}
     changes |= {f"activation_checkpoint.{key}": value for key, value in section.items()}
     argv = arguments(tmp_path, **{EP: 2, "model.args.n_layers": 3}, **changes)
     layers = 3
-    assert run_ranks(exchanges_of_step, 2, argv) == [(layers, layers * num_rows, layers)] * 2
+    copies = layers if exchange == "exact" else 0
+    assert run_ranks(exchanges_of_step, 2, argv) == [(layers, layers * num_rows, copies)] * 2
 
 
 # ---- log and non-finite scores

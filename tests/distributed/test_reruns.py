@@ -100,12 +100,20 @@ OVERFLOWING = {
 }
 
 
-def test_steps_whose_rows_do_not_fit_leave_no_trace(tmp_path):
+@pytest.mark.parametrize(
+    "compiled",
+    [
+        pytest.param("false", id="eager"),
+        pytest.param("true", id="compiled", marks=pytest.mark.nightly),
+    ],
+)
+def test_steps_whose_rows_do_not_fit_leave_no_trace(tmp_path, compiled):
     """Buffers of an even share are too small for each step, until two overflows enlarge them."""
-    exact = {**OVERFLOWING, "parallelism.expert_parallel_exchange": "exact"}
+    bounded = {**OVERFLOWING, "compile.enable": compiled, "compile.backend": "aot_eager"}
+    exact = {**bounded, "parallelism.expert_parallel_exchange": "exact"}
     expected, events = run(tmp_path / "exact", "experts", {}, exact)
     assert events == []
-    actual, events = run(tmp_path / "bounded", "experts", {}, OVERFLOWING)
+    actual, events = run(tmp_path / "bounded", "experts", {}, bounded)
     assert events[:2] == [(1, "overflow"), (2, "overflow")] and len(events) < STEPS
     for (_, progress, rows, hashes), (_, others, other_rows, other_hashes) in zip(
         expected, actual, strict=True

@@ -11,12 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.distributed import ProcessGroup
-
 from tests.gpu_null.recording import Recording, rank_from_environment, recording_path
 from torchtitan_like import run, train
-from torchtitan_like.distributed import expert_parallel
 from torchtitan_like.resilience.end import end_process
 
 recording = Recording(os.environ["NULL_CUDA_LIBRARY"], int(os.environ["NULL_CUDA_DETAILED_STEP"]))

@@ -191,17 +191,15 @@ class Parallelism(Section):
     )
     expert_parallel_exchange: Literal["auto", "bounded", "exact"] = field(
         "auto",
-        "How many rows expert-parallel ranks exchange. exact: as many as the experts of a rank get; "
-        "each layer then waits until the host knows their number. bounded: buffers of "
-        "expert_parallel_capacity, without waits. A step whose rows do not fit is not used: it "
-        "runs again with the exact exchange. auto: bounded on GPUs, except with "
-        "debug.deterministic and optimizer.early_step_in_backward.",
+        "Rows that expert-parallel ranks exchange. exact: as many as there are; the host waits for "
+        "their numbers. bounded: buffers; a step whose rows do not fit runs again with exact. auto: "
+        "bounded on GPUs, unless deterministic or early_step_in_backward.",
         needs=EXPERT,
     )
     expert_parallel_capacity: float = field(
         1.5,
-        "Rows that a rank can send to another one in a bounded exchange, as a multiple of an even "
-        "share. It grows if a second step within 1,000 does not fit.",
+        "Rows that a buffer of the bounded exchange holds, as a multiple of an even share. It grows "
+        "if a second step within 1,000 does not fit.",
         ge=1,
         needs=(EXPERT, one_of("expert_parallel_exchange", "auto", "bounded")),
     )

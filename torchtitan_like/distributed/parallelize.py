@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     )
     from torchtitan_like.config.sections_training import Training
     from torchtitan_like.distributed.context_parallel import ContextParallel
-    from torchtitan_like.distributed.expert_parallel import RowExchange
     from torchtitan_like.distributed.pipeline import Pipeline
+    from torchtitan_like.distributed.row_exchange import RowExchange
     from torchtitan_like.distributed.stages import StagePlan
     from torchtitan_like.models.spec import ModelSpec
 
@@ -370,10 +370,12 @@ def compile_blocks(
     """Compile each block's forward as one graph; equal blocks share one compilation.
 
     Parameter names do not change. options: options of the backend. exchanges_rows: see
-    `expert_parallel`; the graph then contains sizes that are known only when it runs.
+    `expert_parallel`. Graphs of the exact exchange contain sizes that are known only when they run;
+    those of the bounded one are compiled again when its capacity, a float, changes.
     """
     if exchanges_rows:
         torch._dynamo.config.capture_scalar_outputs = True
+        torch._dynamo.config.specialize_float = True
     for block in blocks.values():
         forward = compile_function(
             block.forward, backend=backend, options=options or None, fullgraph=True

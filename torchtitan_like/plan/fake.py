@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from torchtitan_like.distributed import expert_parallel
+from torchtitan_like.distributed import row_exchange
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
@@ -333,7 +333,7 @@ def _planning_masks() -> Iterator[None]:
 
 
 def _split_evenly(counts: Tensor, num_rows: int) -> list[list[int]]:
-    """As `expert_parallel.read_split_sizes`, if each rank sends as many rows to every rank.
+    """As `row_exchange.read_split_sizes`, if each rank sends as many rows to every rank.
 
     Each rank then receives as many rows as it sends.
     """
@@ -347,7 +347,7 @@ def _split_evenly(counts: Tensor, num_rows: int) -> list[list[int]]:
 @contextmanager
 def _routing_evenly() -> Iterator[None]:
     """Let expert-parallel ranks exchange equal numbers of rows."""
-    module: Any = expert_parallel
+    module: Any = row_exchange
     original = module.read_split_sizes
     module.read_split_sizes = _split_evenly
     try:

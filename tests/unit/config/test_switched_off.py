@@ -20,6 +20,9 @@ OFF = {
         "--parallelism.context_parallel_rotate_method=ulysses"
         " --parallelism.context_parallel_degree=2"
     ],
+    "parallelism.expert_parallel_exchange": [
+        "--parallelism.expert_parallel_degree=2 --parallelism.expert_parallel_exchange=exact"
+    ],
     "parallelism.module_fqns_per_model_part": [
         "--parallelism.module_fqns_per_model_part tok_embeddings,layers.0 norm,output"
         " --parallelism.pipeline_parallel_degree=2 --model.args.n_layers=1"
