@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from torchtitan_like.models.layers.balance import load_fractions
 from torchtitan_like.models.layers.moe import MoE
+from torchtitan_like.util.compile import fused_on_gpu
 
 if TYPE_CHECKING:
     from torchtitan_like.distributed.world import World
@@ -198,6 +199,7 @@ class ExpertBalancer:
             torch._foreach_copy_(fractions, list(new.unbind()))
 
 
+@fused_on_gpu
 def bias_changes(choices: Tensor, coeff: float) -> Tensor:
     """Return the changes of biases, float32: `coeff` up below the mean load, or down above it.
 

@@ -49,7 +49,9 @@ def compilations(monkeypatch):
     monkeypatch.setattr(subject, "_are_on_gpu", lambda args: True)
     monkeypatch.setattr(subject, "_can_compile", lambda: True)
     monkeypatch.setattr(
-        subject, "compile_function", lambda function: torch.compile(function, backend=counter)
+        subject,
+        "compile_function",
+        lambda function, options: torch.compile(function, backend=counter),
     )
     yield counter
     torch._dynamo.reset()

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from torchtitan_like.util.compile import fused_on_gpu
+
 
 @dataclass(frozen=True)
 class Balance:
@@ -93,8 +95,7 @@ class _CountInBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ids = ctx.saved_tensors[0].flatten()
-        ctx.counts.scatter_add_(0, ids, torch.ones_like(ids))
+        ctx.counts.scatter_(0, ctx.saved_tensors[0].flatten(), 1, reduce="add")
         return grad, None, None
 
 
@@ -110,6 +111,7 @@ def sample_fractions(logits: Tensor, top_k: int, sequence: Sequence) -> Tensor:
     return load_fractions(counts, logits.dtype).unsqueeze(1)
 
 
+@fused_on_gpu
 def load_fractions(counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the fraction of all choices by expert (..., experts), times the number of experts."""
     counts = counts.to(torch.float64)
@@ -164,18 +166,33 @@ class _RouterLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, fractions, scale = ctx.saved_tensors
-        z = logits.logsumexp(-1, keepdim=True)
-        balance = torch.zeros_like(ctx.sums[0])
-        if fractions is not None:
-            scores = logits.sigmoid() if ctx.is_sigmoid else (logits - z).exp()
-            shares = scores / (scores.sum(-1, keepdim=True) + 1e-20) if ctx.is_sigmoid else scores
-            loss = (fractions * shares).sum(-1, keepdim=True)
-            slope = shares * (1 - scores) if ctx.is_sigmoid else shares
-            grad = grad + slope * (fractions - loss) * (ctx.coeff * scale)
-            balance = loss.sum()
-        if ctx.z_coeff:
-            grad = grad + 2 * z * (logits - z).exp() * (ctx.z_coeff * scale)
-        ctx.sums.add_(
-            torch.stack([balance.to(ctx.sums.dtype), z.square().sum().to(ctx.sums.dtype)])
+        grad = _add_loss_gradients(
+            grad, logits, fractions, scale, ctx.sums, ctx.coeff, ctx.z_coeff, ctx.is_sigmoid
         )
         return grad, None, None, None, None, None, None
+
+
+@fused_on_gpu
+def _add_loss_gradients(
+    grad: Tensor,
+    logits: Tensor,
+    fractions: Tensor | None,
+    scale: Tensor,
+    sums: Tensor,
+    coeff: float,
+    z_coeff: float,
+    is_sigmoid: bool,
+) -> Tensor:
+    """Return `grad` plus the gradients of the router's losses, and add to `sums`."""
+    z = logits.logsumexp(-1, keepdim=True)
+    loss = torch.zeros_like(z)
+    if fractions is not None:
+        scores = logits.sigmoid() if is_sigmoid else (logits - z).exp()
+        shares = scores / (scores.sum(-1, keepdim=True) + 1e-20) if is_sigmoid else scores
+        loss = (fractions * shares).sum(-1, keepdim=True)
+        slope = shares * (1 - scores) if is_sigmoid else shares
+        grad = grad + slope * (fractions - loss) * (coeff * scale)
+    if z_coeff:
+        grad = grad + 2 * z * (logits - z).exp() * (z_coeff * scale)
+    sums.add_(torch.stack([loss, z.square()]).flatten(1).sum(1))
+    return grad

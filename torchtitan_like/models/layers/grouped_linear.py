@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from torchtitan_like.util.compile import fused_on_gpu
+
 # `grouped_mm` reads rows in units of 16 bytes.
 _ROW_BYTES = 16
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -92,9 +94,7 @@ class _GroupBias(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
         ctx.save_for_backward(ends)
-        rows = torch.arange(x.shape[0], device=x.device)
-        groups = torch.searchsorted(ends, rows, right=True).clamp(max=ends.shape[0] - 1)
-        return x + bias.index_select(0, groups)
+        return _add_bias_of_group(x, bias, ends)
 
     @staticmethod
     @once_differentiable
@@ -106,6 +106,13 @@ class _GroupBias(torch.autograd.Function):
         ones = grad.new_ones(grad.shape[0], _ROW_BYTES // grad.dtype.itemsize)
         sums = _group_products(grad.contiguous(), ones, ends)
         return grad, sums[..., 0].contiguous(), None
+
+
+@fused_on_gpu
+def _add_bias_of_group(x: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    rows = torch.arange(x.shape[0], device=x.device)
+    groups = torch.searchsorted(ends, rows, right=True)
+    return x + bias.index_select(0, groups.clamp(max=bias.shape[0] - 1))
 
 
 def _rows_times_groups(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

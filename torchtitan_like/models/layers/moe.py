@@ -29,6 +29,7 @@ from torchtitan_like.models.layers.grouped_linear import (
     grouped_linear,
     product_of,
 )
+from torchtitan_like.util.compile import fused_on_gpu
 
 # Buffers of `MoE`, and whether checkpoints contain them.
 BUFFERS = {
@@ -96,16 +97,7 @@ class Router(nn.Module):
 
     def weigh(self, logits: Tensor, expert_ids: Tensor) -> Tensor:
         """Return the weights (tokens, top_k) of the chosen experts."""
-        selected = logits.gather(-1, expert_ids)
-        if self.score_func == "softmax" and self.normalize:
-            weights = selected.softmax(-1)  # the softmax over all experts, divided by the sum
-        elif self.score_func == "softmax":
-            weights = (selected - logits.logsumexp(-1, keepdim=True)).exp()
-        else:
-            weights = selected.sigmoid()
-            if self.normalize:
-                weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-        return weights * self.scale
+        return _weigh(logits, expert_ids, self.score_func, self.normalize, self.scale)
 
     def select(self, logits: Tensor, expert_bias: Tensor | None) -> Tensor:
         """Return the ids of the chosen experts (tokens, top_k), best first."""
@@ -121,6 +113,23 @@ class Router(nn.Module):
             excluded = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
             scores = by_group.masked_fill(excluded.unsqueeze(-1), -torch.inf).flatten(-2)
         return scores.topk(self.top_k, dim=-1).indices
+
+
+@fused_on_gpu
+def _weigh(
+    logits: Tensor, expert_ids: Tensor, score_func: str, normalize: bool, scale: float
+) -> Tensor:
+    """Return the weights (tokens, top_k) of the chosen experts; see `Router`."""
+    selected = logits.gather(-1, expert_ids)
+    if score_func == "softmax" and normalize:
+        weights = selected.softmax(-1)  # the softmax over all experts, divided by the sum
+    elif score_func == "softmax":
+        weights = (selected - logits.logsumexp(-1, keepdim=True)).exp()
+    else:
+        weights = selected.sigmoid()
+        if normalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * scale
 
 
 class Experts(nn.Module):
@@ -151,7 +160,8 @@ class Experts(nn.Module):
     def compute_rows(self, rows: Tensor, routes: Routes) -> Tensor:
         """Map rows (rows, dim), sorted by expert, to the same shape."""
         ends = routes.ends
-        hidden = F.silu(grouped_linear(rows, self.w1, ends)) * grouped_linear(rows, self.w3, ends)
+        gate = grouped_linear(rows, self.w1, ends)
+        hidden: Tensor = _SwiGLU.apply(gate, grouped_linear(rows, self.w3, ends))
         return grouped_linear(hidden, self.w2, ends)
 
 
@@ -175,10 +185,41 @@ class BiasedExperts(Experts):
         ends = routes.ends
         gate = add_group_bias(grouped_linear(rows, self.w1, ends), self.b1, ends)
         up = add_group_bias(grouped_linear(rows, self.w3, ends), self.b3, ends)
-        gate = gate.clamp(max=self.limit)
-        up = up.clamp(min=-self.limit, max=self.limit)
-        hidden = (up + 1) * (gate * torch.sigmoid(gate * self.ALPHA))
+        hidden = _clamped_swiglu(gate, up, self.limit, self.ALPHA)
         return add_group_bias(grouped_linear(hidden, self.w2, ends), self.b2, ends)
+
+
+@fused_on_gpu
+def _clamped_swiglu(gate: Tensor, up: Tensor, limit: float, alpha: float) -> Tensor:
+    """Return the hidden units (rows, hidden_dim) of `BiasedExperts`."""
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+class _SwiGLU(torch.autograd.Function):
+    """`silu(gate) * up`, each (rows, hidden_dim). It saves only its inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return _swiglu_gradients(grad, gate, up)
+
+
+@fused_on_gpu
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@fused_on_gpu
+def _swiglu_gradients(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten.silu_backward(grad * up, gate), grad * F.silu(gate)
 
 
 class InputWeightedExperts(Experts):
@@ -355,18 +396,23 @@ class Routes(NamedTuple):
 
 def sort_by_expert(expert_ids: Tensor, weights: Tensor, num_experts: int) -> Routes:
     """Sort the choices (tokens, top_k) by expert; an expert's rows keep the order of the tokens."""
-    sorted_ids, slot_of_row = expert_ids.flatten().sort(stable=True)
-    indices = torch.arange(slot_of_row.shape[0], device=expert_ids.device)
-    row_of_slot = torch.empty_like(slot_of_row).scatter(0, slot_of_row, indices)
-    experts = torch.arange(num_experts, device=expert_ids.device)
+    # A GPU sorts 8 bits at a time.
+    dtype = torch.uint8 if num_experts <= 256 else torch.int16
+    sorted_ids, slot_of_row = expert_ids.flatten().to(dtype).sort(stable=True)
+    indices = _index_rows(sorted_ids, slot_of_row, expert_ids.shape[1], num_experts)
+    return Routes(weights, *indices)
+
+
+@fused_on_gpu
+def _index_rows(
+    sorted_ids: Tensor, slot_of_row: Tensor, top_k: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the indices and the ends of `Routes`. sorted_ids, slot_of_row: (rows,)."""
+    indices = torch.arange(slot_of_row.shape[0], device=slot_of_row.device)
+    row_of_slot = torch.empty_like(slot_of_row).index_put((slot_of_row,), indices)
+    experts = torch.arange(num_experts, dtype=sorted_ids.dtype, device=sorted_ids.device)
     ends = torch.searchsorted(sorted_ids, experts, right=True, out_int32=True)
-    return Routes(
-        weights=weights,
-        token_of_row=slot_of_row // expert_ids.shape[1],
-        slot_of_row=slot_of_row,
-        row_of_slot=row_of_slot.view_as(expert_ids),
-        ends=ends,
-    )
+    return slot_of_row // top_k, slot_of_row, row_of_slot.view(-1, top_k), ends
 
 
 def dispatch(tokens: Tensor, routes: Routes) -> Tensor:
@@ -434,18 +480,14 @@ class _WeightedDispatch(torch.autograd.Function):
         row_of_slot: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(tokens, weights, token_of_row, row_of_slot)
-        weight_of_row = weights.flatten().index_select(0, slot_of_row)
-        rows = tokens.index_select(0, token_of_row).to(weights.dtype)
-        return (rows * weight_of_row[:, None]).to(tokens.dtype)
+        return _weighted_rows(tokens, weights, token_of_row, slot_of_row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         tokens, weights, token_of_row, row_of_slot = ctx.saved_tensors
-        rows = tokens.index_select(0, token_of_row).to(weights.dtype)
-        grad_weights = (rows * grad.to(weights.dtype)).sum(-1)
-        grad_tokens = _sum_of_slots(grad, row_of_slot, weights)
-        return grad_tokens, grad_weights[row_of_slot], None, None, None
+        grad_weights = _weight_gradients(grad, tokens, weights, token_of_row, row_of_slot)
+        return _sum_of_slots(grad, row_of_slot, weights), grad_weights, None, None, None
 
 
 class _AddRows(torch.autograd.Function):
@@ -479,14 +521,50 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows, weights, token_of_row, slot_of_row, row_of_slot = ctx.saved_tensors
-        grad_of_row = grad.index_select(0, token_of_row).to(weights.dtype)
-        weight_of_row = weights.flatten().index_select(0, slot_of_row)
-        grad_weights = (rows.to(weights.dtype) * grad_of_row).sum(-1)
-        grad_rows = (grad_of_row * weight_of_row[:, None]).to(rows.dtype)
-        return grad_rows, grad_weights[row_of_slot], None, None, None
+        return *_combine_gradients(grad, *ctx.saved_tensors), None, None, None
 
 
+# A GPU runs each of the following functions as one kernel, and one more where a gradient of the
+# weights is brought to the order of the slots. A kernel reads and writes each row once.
+
+
+@fused_on_gpu
+def _combine_gradients(
+    grad: Tensor,
+    rows: Tensor,
+    weights: Tensor,
+    token_of_row: Tensor,
+    slot_of_row: Tensor,
+    row_of_slot: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the rows and the weights from that of the sums (tokens, dim)."""
+    grad_of_row = grad.index_select(0, token_of_row).to(weights.dtype)
+    weight_of_row = weights.flatten().index_select(0, slot_of_row)
+    grad_weights = (rows.to(weights.dtype) * grad_of_row).sum(-1)
+    grad_rows = (grad_of_row * weight_of_row[:, None]).to(rows.dtype)
+    return grad_rows, grad_weights[row_of_slot]
+
+
+@fused_on_gpu
+def _weighted_rows(
+    tokens: Tensor, weights: Tensor, token_of_row: Tensor, slot_of_row: Tensor
+) -> Tensor:
+    """Return tokens (tokens, dim) times weights (tokens, top_k) as rows (rows, dim)."""
+    weight_of_row = weights.flatten().index_select(0, slot_of_row)
+    rows = tokens.index_select(0, token_of_row).to(weights.dtype)
+    return (rows * weight_of_row[:, None]).to(tokens.dtype)
+
+
+@fused_on_gpu
+def _weight_gradients(
+    grad: Tensor, tokens: Tensor, weights: Tensor, token_of_row: Tensor, row_of_slot: Tensor
+) -> Tensor:
+    """Return the gradients (tokens, top_k) of the weights of `_weighted_rows`."""
+    rows = tokens.index_select(0, token_of_row).to(weights.dtype)
+    return (rows * grad.to(weights.dtype)).sum(-1)[row_of_slot]
+
+
+@fused_on_gpu
 def _sum_of_slots(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
     """Add each token's rows, times their weights: (rows, dim) -> (tokens, dim) in rows' dtype."""
     dtype = torch.promote_types(rows.dtype, torch.float32)
