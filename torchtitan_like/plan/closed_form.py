@@ -34,15 +34,15 @@ RECOMPUTED: Mapping[Recompute, float] = {
     "as given": 1 / 6,
 }
 # Bytes that kernels read and write for each number of a row, a token's copy for one expert. Rows are
-# bfloat16, and added in float32 (`models.layers.moe`): a copy of the token 4; for the sum of a token's
-# rows 4 to gather, 6 to convert, 12 to add. Backward of the sum 46, of w1 and w3 together 6, of the
-# copy 22. With expert parallelism, rows are sorted before and after the experts, 4 each.
-ROW_FORWARD, ROW_BACKWARD = 26, 74
+# bfloat16 (`models.layers.moe`): a copy of the token 4, the sum of a token's rows 2. Backward of the
+# sum 6, of w1 and w3 together 6, of the copy 2. With expert parallelism, rows are sorted before and
+# after the experts, 4 each.
+ROW_FORWARD, ROW_BACKWARD = 6, 14
 SORTED_FORWARD, SORTED_BACKWARD = 8, 8
-# The rows that stay for backward, bfloat16: the experts' input and output. And backward's float32
-# copies of the output, its gradient and their product, with both gradients in bfloat16.
+# The rows that stay for backward, bfloat16: the experts' input and output. And the gradients of both,
+# with expert parallelism before and after sorting.
 ROW_KEPT = 4
-ROW_TEMPORARY = 16
+ROW_TEMPORARY, SORTED_TEMPORARY = 4, 4
 # Copies of gathered weights into their tensors, and of gradients into the buffer to reduce.
 COPIED_GATHERED, COPIED_REDUCED = 4, 6
 # Shares that kernels and collectives reach of the data sheet. They only order layouts.
@@ -131,8 +131,9 @@ def bytes_per_token(sizes: Sizes, tp: int = 1, cp: int = 1, *, fuses: bool = Fal
     output of the experts for each row, and its tokens in float32 in place of the gathered norm. A
     test measures these bytes.
     """
-    ffn_widths = 3 if fuses else 4
-    widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + ffn_widths * sizes.ffn_dim
+    # Only a dense layer that is not compiled keeps the result of its activation function.
+    activated = 0.0 if fuses else sizes.ffn_dim - sizes.rows * sizes.expert_dim
+    widths = 2 * sizes.dim + 2 * sizes.q_dim + 2 * sizes.kv_dim * cp + 3 * sizes.ffn_dim + activated
     sharded = 2 * widths + ROW_KEPT * sizes.rows * sizes.dim + 4 * sizes.heads + 8
     norms = 2 * sizes.dim + (4 * sizes.dim / tp if sizes.rows else 2 * sizes.dim)
     return sharded / tp + norms
@@ -179,7 +180,8 @@ def memory_gib(layout: Layout, sizes: Sizes, space: Space) -> float:
     kept = kept_bytes_per_token(sizes, layout, fuses=fuses)
     activations = tokens * layers * kept * _in_flight(layout)
     one_layer = tokens * bytes_per_token(sizes, layout.tp, layout.cp, fuses=fuses)
-    one_layer += ROW_TEMPORARY * _rows_of_rank(layout, sizes, space) * sizes.dim
+    temporary = ROW_TEMPORARY + (SORTED_TEMPORARY if layout.ep > 1 else 0)
+    one_layer += temporary * _rows_of_rank(layout, sizes, space) * sizes.dim
     return (states + gathered + activations + one_layer + _loss_bytes(sizes, layout, space)) / GIB
 
 

@@ -81,7 +81,9 @@ def record_rank(
     recorder = Recorder(device_type, matmul_workspace)
     device = torch.device("cpu") if device_type == "cpu" else register_device(recorder)
     sections = model_sections(run)
-    with faking(recorder) as fake:
+    # What a compiled block fuses, `plan.fusion` finds.
+    fuses = device_type != "cpu" and not config.compile.compiles_model
+    with faking(recorder, fuses=fuses) as fake:
         world = join_fake_world(dims, rank, device, fake, needs_mesh=sections.needs_fsdp2)
         recorder.name_dimensions(world.groups)
         modules = _record_steps(run, world, recorder, num_steps)

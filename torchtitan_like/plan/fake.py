@@ -26,6 +26,7 @@ from torchtitan_like.distributed.schedule_view import Action
 from torchtitan_like.distributed.world import HostGroup, PendingSum, World, build_device_groups
 from torchtitan_like.models.layers import kernels
 from torchtitan_like.plan.record import ActionSpan, Recorder, recording_in_place
+from torchtitan_like.util import compile as compile_module
 
 DEVICE_TYPE = "dryrun"
 
@@ -356,6 +357,25 @@ def _routing_evenly() -> Iterator[None]:
         module.read_split_sizes = original
 
 
+@contextmanager
+def _fusing_kernels(recorder: Recorder) -> Iterator[None]:
+    """Record each call of a function that a GPU runs fused (`fused_on_gpu`) as one kernel."""
+    module: Any = compile_module
+    changes = {
+        "_are_on_gpu": lambda args: True,
+        "_can_compile": lambda: True,
+        "compile_function": lambda function, **options: recorder.fused(function),
+    }
+    originals = {name: getattr(module, name) for name in changes}
+    for name, change in changes.items():
+        setattr(module, name, change)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(module, name, original)
+
+
 # ---- ranks
 
 
@@ -538,8 +558,11 @@ class _FakeMode(FakeTensorMode):
 
 
 @contextmanager
-def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
-    """Yield the context in which tensors are fake, kernels are a GPU's, and both are recorded."""
+def faking(recorder: Recorder, *, fuses: bool) -> Iterator[Callable[[], Any]]:
+    """Yield the context in which tensors are fake, kernels are a GPU's, and both are recorded.
+
+    fuses: record calls of fused functions as one kernel; in a process of its own.
+    """
     fake_mode = _FakeMode(allow_non_fake_inputs=True)
 
     @contextmanager
@@ -557,4 +580,6 @@ def faking(recorder: Recorder) -> Iterator[Callable[[], Any]]:
         stack.enter_context(_using_gpu_kernels())
         stack.enter_context(_planning_masks())
         stack.enter_context(_routing_evenly())
+        if fuses:
+            stack.enter_context(_fusing_kernels(recorder))
         yield enter

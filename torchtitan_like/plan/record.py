@@ -407,6 +407,26 @@ class Recorder(TorchDispatchMode):
             return "", "backward"
         return self._owners[bisect_right(self._sequence, node._sequence_nr()) - 1], "backward"
 
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, whose calls are one kernel each: it reads its arguments once.
+
+        Nothing of what it computes in between is in memory.
+        """
+        name = f"fused {function.__name__}"
+        operator = _Operator(name, "", True, True, False, (), None, None)
+
+        def call(*args: Any) -> Any:
+            self.num_muted += 1
+            out = function(*args)
+            self.num_muted -= 1
+            outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            for tensor in outputs:
+                self._watch(tensor, operator.name)
+            self._kernel(operator, args, {}, out, outputs)
+            return out
+
+        return call
+
     # ---- memory
 
     def id_of(self, tensor: Tensor) -> int:
