@@ -16,7 +16,6 @@ BASE = """
 # - asynchronous tensor parallelism: needs symmetric memory, in which ranks map their peers' memory
 # - CUDA graphs: the device has no capture, and the trainer does not use them
 # - cuDNN attention: cuDNN needs a real device; the cells use the flash kernel
-# - varlen attention: its kernel reads document borders from the device, where all values are zero
 # - values: all values read from the device are zero, including losses, norms and restored weights
 # - times, NCCL errors, out-of-memory errors of kernels, several nodes: the device executes nothing
 
@@ -84,6 +83,7 @@ CELLS = [
     Cell("pipeline_dualpipev", 2, f"{PP} 2 {SCHEDULE} DualPipeV"),
     Cell("fsdp_pipeline_interleaved_zero_bubble", 4, f"{PP} 2 {SCHEDULE} InterleavedZeroBubble"),
     # 8 layers of 64 experts
+    Cell("experts_one_device", 1, EXPERTS),
     Cell("expert_parallel", 2, f"{EXPERTS} {EP} 2"),
     Cell("expert_tensor_parallel", 2, f"{EXPERTS} {EP} 2 {TP} 2"),
     # 4 layers on a stage, 8 micro-batches
@@ -95,6 +95,9 @@ CELLS = [
     Cell("per_op_checkpointing_tensor_parallel", 2, f"{AC} {OP} {TP} 2"),
     # optimizers
     Cell("foreach_optimizer", 2, "--optimizer.implementation foreach"),
+    Cell("lion", 2, "--optimizer.name Lion"),
+    Cell("bfloat16_states", 2, "--optimizer.state_dtype bfloat16"),
+    Cell("muon", 2, "--optimizer.name Muon"),
     Cell("optimizer_in_backward", 2, "--optimizer.early_step_in_backward"),
     # checkpoints and handling of non-finite numbers
     Cell("step_after_async_save", 2, SAVES),  # writes a checkpoint after step 4
@@ -110,4 +113,5 @@ CELLS = [
     ),
     Cell("memory_budget_compiled", 2, f"--compile.enable {AC} memory_budget"),
     Cell("flex_attention", 2, "--model.flavor debugmodel_flex_attn"),
+    Cell("varlen_attention", 2, "--model.flavor debugmodel_varlen_attn"),
 ]
