@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torchtitan_like.models.layers.kernels import documents_of
 from torchtitan_like.optim.loss import sum_by_source
 from torchtitan_like.optim.optimization import Optimization
 from torchtitan_like.resilience.corruption import GradientCheck
+from torchtitan_like.util.cuda_graphs import CapturedPass
 
 if TYPE_CHECKING:
     from torchtitan_like.distributed.context_parallel import ContextParallel
@@ -51,7 +53,7 @@ class Feed:
         batch: Batch,
         local: Tokens,
         micro: int | slice,
-        *arguments: int,
+        *arguments: Any,
     ) -> Any:
         """Call a model, or a pipeline, with one micro-batch (rows, seq) on the device.
 
@@ -92,6 +94,7 @@ class StepRunner:
     on_micro_batch: is called with the number of each micro-batch before its forward.
     order_updates: is called before weights change; see `Checkpointer.order_updates`.
     gradient_check: None if no gradients are computed twice.
+    captures: run forward and backward as CUDA graphs. One rank, without a pipeline.
     updating: is entered around clipping, and again around the update of weights and averages.
     """
 
@@ -105,11 +108,15 @@ class StepRunner:
     on_micro_batch: Callable[[int], None]
     order_updates: Callable[[], None]
     gradient_check: GradientCheck | None = None
+    captures: bool = False
     updating: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __post_init__(self) -> None:
         self.feed = Feed(self.world, self.model.context)
         self.gradient_sync = GradientSync(self.model.parts[0], self.world.dims)
+        self._pass: Callable[..., StepLosses] = self._run_eagerly
+        if self.captures:
+            self._pass = CapturedPass(self._compute_losses, self.optim.optimizer.parameters)
 
     def compute_gradients(
         self, step: int, batch: Batch, num_valid: int, *, num_tokens: int
@@ -185,30 +192,54 @@ class StepRunner:
             if sources is not None and token_losses is not None:
                 by_source = sum_by_source(token_losses, sources.flatten(), self.num_sources)
             return StepLosses(loss, by_source, None)
-        losses: list[torch.Tensor] = []
-        mtp_losses: list[torch.Tensor] = []
+        losses: list[StepLosses] = []
         for micro in range(len(batch.first_samples)):
             self.gradient_sync.prepare(is_last=micro == len(batch.first_samples) - 1)
             self.on_micro_batch(micro)
             seed_device(derive_seed(self.seed, batch.first_samples[micro]), device)
-            output = self.feed.run(self.model.parts[0], batch, local, micro)
-            mtp = None
-            if isinstance(output, LossWithMTP):
-                output, mtp, mtp_weight = output
-            if sources is not None:
-                by_source = by_source + sum_by_source(
-                    output.tokens, sources[micro], self.num_sources
+            own_sources = None if sources is None else sources[micro]
+            losses.append(
+                self.feed.run(
+                    partial(self._pass, num_valid=num_valid), batch, local, micro, own_sources
                 )
-            share = total_of(output) / num_valid
-            losses.append(share.detach())
-            if mtp is not None:
-                mtp_share = mtp / num_valid
-                mtp_losses.append(mtp_share.detach())
-                share = share + mtp_weight * mtp_share
-            # A non-finite loss must reach every gradient, and so the global norm, on every rank.
-            share.backward(share.detach() * 0 + 1)  # 1, or NaN
+            )
+        mtp_losses = [micro.mtp for micro in losses if micro.mtp is not None]
         return StepLosses(
-            sum(losses[1:], start=losses[0]),
-            by_source,
+            sum((micro.loss for micro in losses[1:]), start=losses[0].loss),
+            sum((micro.by_source for micro in losses), start=by_source),
             sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
         )
+
+    def _run_eagerly(self, *inputs: torch.Tensor | None, num_valid: int) -> StepLosses:
+        return self._compute_losses(*inputs, lambda total: total / num_valid)  # type: ignore[arg-type]
+
+    def _compute_losses(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None,
+        sources: torch.Tensor | None,
+        divide: Callable[[torch.Tensor], torch.Tensor],
+    ) -> StepLosses:
+        """Run forward and backward of one micro-batch, whose tensors are on the device.
+
+        sources: (rows,), of the rows; None if losses by source are not wanted.
+        divide: divides a sum of token losses by the step's valid tokens.
+        """
+        output = self.model.parts[0](tokens, labels, positions)
+        mtp = None
+        if isinstance(output, LossWithMTP):
+            output, mtp, mtp_weight = output
+        total = total_of(output)
+        if sources is None:
+            by_source = total.new_zeros(0, dtype=torch.float64)
+        else:
+            by_source = sum_by_source(output.tokens, sources, self.num_sources)
+        share = divide(total)
+        loss = share.detach()
+        if mtp is not None:
+            mtp = divide(mtp)
+            share = share + mtp_weight * mtp
+        # A non-finite loss must reach every gradient, and so the global norm, on every rank.
+        share.backward(share.detach() * 0 + 1)  # 1, or NaN
+        return StepLosses(loss, by_source, None if mtp is None else mtp.detach())

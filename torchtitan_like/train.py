@@ -152,6 +152,7 @@ class Trainer:
             on_micro_batch=self._move_to_micro_batch,
             order_updates=self.checkpointer.order_updates,
             gradient_check=self.guard.gradient_check,
+            captures=config.compile.cuda_graphs,
         )
 
         # Metrics continue after the last row of the loaded step.

@@ -14,7 +14,6 @@ BASE = """
 
 # The null device cannot model the following, so no cell covers it:
 # - asynchronous tensor parallelism: needs symmetric memory, in which ranks map their peers' memory
-# - CUDA graphs: the device has no capture, and the trainer does not use them
 # - cuDNN attention: cuDNN needs a real device; the cells use the flash kernel
 # - values: all values read from the device are zero, including losses, norms and restored weights
 # - times, NCCL errors, out-of-memory errors of kernels, several nodes: the device executes nothing
@@ -54,6 +53,7 @@ EXPERTS = "--model.name qwen3 --model.flavor debugmodel_moe --model.args.load_ba
 OFFLOAD_WAITS = {
     "_fully_shard/": "FSDP2 waits for each block's offloaded gradients at the end of backward"
 }
+GRAPHS = "--compile.cuda_graphs"
 SAVES = "--checkpoint.enable --checkpoint.interval 2 --checkpoint.async_mode async_with_pinned_mem"
 SKIPS = "--resilience.on_nonfinite skip --resilience.on_spike skip --resilience.spike_threshold 6"
 
@@ -104,6 +104,9 @@ CELLS = [
     Cell("skipped_steps", 2, SKIPS),
     Cell("overflow_detector", 2, "--debug.detect_overflow"),
     Cell("deterministic", 2, "--debug.deterministic"),
+    # CUDA graphs
+    Cell("cuda_graphs", 1, GRAPHS),
+    Cell("cuda_graphs_accumulation", 1, f"{GRAPHS} --training.global_batch_size 32"),
     # compiled
     Cell("compiled", 2, "--compile.enable"),
     Cell("float8_rowwise_compiled", 2, f"--compile.enable {FLOAT8} rowwise"),

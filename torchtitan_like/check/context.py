@@ -278,8 +278,9 @@ def build_context(
     has_experts = bool((limits or {}).get("n_experts"))
     dims, errors = resolve_degrees(parallelism, world_size, has_experts=has_experts)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    # Only float8 depends on the compute capability, and asking for it initializes CUDA.
-    needs_capability = device_type == "cuda" and FLOAT8 in config.model.converters
+    # Only these depend on the compute capability, and asking for it initializes CUDA.
+    is_read = FLOAT8 in config.model.converters or config.compile.cuda_graphs
+    needs_capability = device_type == "cuda" and is_read
     is_half_on_cpu = device_type == "cpu" and config.training.mixed_precision_param == "bfloat16"
     return RunContext(
         config,

@@ -310,18 +310,27 @@ class ActivationCheckpoint(Section):
 
 
 class Compile(Section):
-    """torch.compile."""
+    """torch.compile, and CUDA graphs."""
 
-    facts: ClassVar[Facts] = Facts(affects="nothing", needs=(enabled(),))
+    facts: ClassVar[Facts] = Facts(affects="nothing")
 
     enable: bool = field(False, "Compile what components lists.")
     components: list[Literal["model", "loss"]] = field(
-        ["model", "loss"], "What to compile: the model (block by block), the loss."
+        ["model", "loss"],
+        "What to compile: the model (block by block), the loss.",
+        needs=enabled(),
     )
     backend: str = field(
         "inductor",
         "Backend of torch.compile. The module of experimental.custom_import can register one.",
+        needs=enabled(),
         min_length=1,
+    )
+    cuda_graphs: bool = field(
+        False,
+        "Launch forward and backward of a micro-batch as one CUDA graph, from the third step on. "
+        "For small models on one GPU, whose kernels end before the host has launched the next ones. "
+        "Works with and without enable.",
     )
 
     @property

@@ -86,13 +86,29 @@ EXPORT int cuFuncGetAttribute(int *value, int attribute, void *function) {
     return 0;
 }
 
-EXPORT int cuLaunchKernel(const char *function) {
-    record_event(LAUNCH, function);
+EXPORT int cuLaunchKernel(const char *function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                          unsigned block_y, unsigned block_z, unsigned shared, void *stream) {
+    record_in_stream(stream, LAUNCH, function);
     return 0;
 }
 
-EXPORT int cuLaunchCooperativeKernel(const char *function) { return cuLaunchKernel(function); }
-EXPORT int cuLaunchKernelEx(const void *config, const char *function) { return cuLaunchKernel(function); }
+EXPORT int cuLaunchCooperativeKernel(const char *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                                     unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
+                                     void *stream) {
+    return cuLaunchKernel(function, grid_x, grid_y, grid_z, block_x, block_y, block_z, shared, stream);
+}
+
+struct launch_config { /* the first fields of CUlaunchConfig */
+    unsigned grid[3];
+    unsigned block[3];
+    unsigned shared;
+    void *stream;
+};
+
+EXPORT int cuLaunchKernelEx(const struct launch_config *config, const char *function) {
+    record_in_stream(config->stream, LAUNCH, function);
+    return 0;
+}
 
 EXPORT int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
     *blocks = 2;
@@ -107,11 +123,12 @@ EXPORT int cuOccupancyMaxActiveClusters(int *clusters, void *function, const voi
 /* ---- streams */
 
 EXPORT int cuStreamGetCaptureInfo_v2(void *stream, int *status) {
-    *status = 0;
+    *status = is_capturing(stream); /* CUstreamCaptureStatus: 0 is none, 1 is active */
     return 0;
 }
 
 EXPORT int cuStreamSynchronize(void *stream) {
+    if (is_capturing(stream)) return CAPTURE_UNSUPPORTED;
     record_event(SYNC, "cuStreamSynchronize");
     return 0;
 }

@@ -229,6 +229,7 @@ static void copy(void *target, const void *source, size_t num_bytes) {
 }
 
 EXPORT int cudaMemcpy(void *target, const void *source, size_t num_bytes, int direction) {
+    if (is_any_capturing()) return CAPTURE_UNSUPPORTED;
     record_event(COPY, "cudaMemcpy");
     record_event(SYNC, "cudaMemcpy");
     copy(target, source, num_bytes);
@@ -243,14 +244,16 @@ EXPORT int cudaMemcpyAsync(void *target, const void *source, size_t num_bytes, i
         {"pinned to pageable", "pinned to pinned", "pinned to device"},
         {"device to pageable", "device to pinned", "device to device"},
     };
-    record_event(COPY, names[from][to]);
-    if ((from == DEVICE && to == PAGEABLE) || (from == PAGEABLE && to == DEVICE)) record_event(SYNC, names[from][to]);
+    int waits = (from == DEVICE && to == PAGEABLE) || (from == PAGEABLE && to == DEVICE);
+    if (waits && is_capturing(stream)) return CAPTURE_UNSUPPORTED;
+    record_in_stream(stream, COPY, names[from][to]);
+    if (waits) record_event(SYNC, names[from][to]);
     copy(target, source, num_bytes);
     return SUCCESS;
 }
 
 EXPORT int cudaMemcpyPeerAsync(void *target, int to, const void *source, int from, size_t num_bytes, void *stream) {
-    record_event(COPY, "device to device");
+    record_in_stream(stream, COPY, "device to device");
     return SUCCESS;
 }
 

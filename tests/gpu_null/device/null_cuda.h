@@ -2,7 +2,7 @@
  *
  * The library replaces the CUDA runtime, driver, cuBLAS and NCCL functions that PyTorch calls. It computes nothing:
  * device memory has addresses but no contents, kernels and collectives are counted, and copies to the host are zero.
- * Streams and events need no state because all work completes immediately.
+ * All work completes immediately, so streams have no state, except that one may capture a graph.
  */
 #ifndef NULL_CUDA_H
 #define NULL_CUDA_H
@@ -30,6 +30,12 @@ enum event_kind {
 void record_event(enum event_kind kind, const char *detail);
 long current_step(void);
 const char *kernel_name(const void *host_function);
+
+/* graphs.c: a call in a capturing stream is part of a graph, and no event. */
+#define CAPTURE_UNSUPPORTED 900 /* error of the runtime and of the driver */
+void record_in_stream(const void *stream, enum event_kind kind, const char *detail);
+int is_capturing(const void *stream);
+int is_any_capturing(void);
 
 /* memory.c */
 enum memory_kind { PAGEABLE = 0, PINNED = 1, DEVICE = 2 }; /* values of cudaMemoryType */

@@ -165,18 +165,6 @@ EXPORT cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) {
     return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, enum cudaStreamCaptureStatus *status,
-                                            unsigned long long *id, cudaGraph_t *graph, const cudaGraphNode_t **nodes,
-                                            const cudaGraphEdgeData **edges, size_t *num_nodes) {
-    if (id != NULL) *id = 0;
-    return cudaStreamIsCapturing(stream, status);
-}
-
 EXPORT cudaError_t cudaEventCreate(cudaEvent_t *event) {
     *event = new_handle();
     return cudaSuccess;
@@ -204,6 +192,7 @@ EXPORT cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, 
 }
 
 EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    if (is_capturing(stream)) return CAPTURE_UNSUPPORTED;
     record_event(SYNC, "cudaStreamSynchronize");
     return cudaSuccess;
 }
@@ -215,6 +204,7 @@ EXPORT cudaError_t cudaEventSynchronize(cudaEvent_t event) {
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize(void) {
+    if (is_any_capturing()) return CAPTURE_UNSUPPORTED;
     record_event(SYNC, "cudaDeviceSynchronize");
     return cudaSuccess;
 }
@@ -233,18 +223,18 @@ EXPORT cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback
 
 EXPORT cudaError_t cudaLaunchKernel(const void *function, dim3 grid, dim3 block, void **arguments, size_t shared,
                                     cudaStream_t stream) {
-    record_event(LAUNCH, kernel_name(function));
+    record_in_stream(stream, LAUNCH, kernel_name(function));
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **arguments) {
-    record_event(LAUNCH, kernel_name(function));
+    record_in_stream(config->stream, LAUNCH, kernel_name(function));
     return cudaSuccess;
 }
 
 EXPORT cudaError_t cudaLaunchCooperativeKernel(const void *function, dim3 grid, dim3 block, void **arguments,
                                                size_t shared, cudaStream_t stream) {
-    record_event(LAUNCH, kernel_name(function));
+    record_in_stream(stream, LAUNCH, kernel_name(function));
     return cudaSuccess;
 }
 
@@ -256,7 +246,7 @@ EXPORT cudaError_t __cudaGetKernel(cudaKernel_t *kernel, const void *function) {
 
 EXPORT cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3 grid, dim3 block, void **arguments, size_t shared,
                                       cudaStream_t stream) {
-    record_event(LAUNCH, kernel_name(kernel));
+    record_in_stream(stream, LAUNCH, kernel_name(kernel));
     return cudaSuccess;
 }
 

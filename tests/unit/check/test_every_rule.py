@@ -49,6 +49,8 @@ class Example(NamedTuple):
 
 MINE = f"{__name__}:mine"
 HF_LAST = "checkpoint.last_save_in_hf=true"
+GRAPHS = "compile.cuda_graphs=true"
+BF16 = "training.mixed_precision_param=bfloat16"
 FULL_LAST = "checkpoint.last_save_model_only=false"
 SAVE = "checkpoint.enable=true"
 START = "checkpoint.initial_load_path=x"
@@ -159,6 +161,25 @@ EXAMPLES = [
     Example("backend-not-installed", "compile=true compile.backend=tvm", "the package tvm",
             lacks=True),
     Example("no-cpp-compiler", "compile=true", "install g++", device="cpu", lacks=True),
+    Example("cuda-graphs-on-cpu", GRAPHS, "without a GPU", 1, device="cpu"),
+    Example("cuda-graphs-on-many-ranks", GRAPHS, "false on 2 ranks", device="cuda"),
+    Example("cuda-graphs-of-replica-groups", f"{GRAPHS} {GROUPS}", "set compile.cuda_graphs = false", 1),
+    Example("cuda-graphs-offload", f"{GRAPHS} training.enable_cpu_offload=true", "offloaded gradients", 1),
+    Example("cuda-graphs-offloaded-activations", f"{GRAPHS} ac=offload", 'set it to "full"', 1),
+    Example("cuda-graphs-random-state", f"{GRAPHS} ac=full", 'or set mode = "none"', 1),
+    Example("cuda-graphs-early-step", f"{GRAPHS} early=true", "the learning rate of its capture", 1),
+    Example("cuda-graphs-varlen", f"{GRAPHS} model.flavor=debugmodel_varlen_attn",
+            "the number of documents", 1),
+    Example("cuda-graphs-experts", f"{GRAPHS} {MOE} {BF16} training.grouped_mm=loop",
+            "computes them in bfloat16", 1),
+    Example("cuda-graphs-experts", f"{GRAPHS} {MOE} training.mixed_precision_param=float32",
+            'grouped_mm = "auto"', 1),
+    Example("cuda-graphs-experts", f"{GRAPHS} {MOE} {BF16}", "compute capability 9.0 or 10.0", 1,
+            device="cuda", capability=(8, 0)),
+    Example("cuda-graphs-overflow-detection", f"{GRAPHS} debug.detect_overflow=true",
+            "cannot be inspected", 1),
+    Example("cuda-graphs-of-compiler", f"{GRAPHS} compile=true compile.backend=cudagraphs",
+            'set it to "inductor"', 1),
     Example("unavailable-converter", "converters=quantize.linear.mx", "not available yet"),
     Example("float8-on-cpu", FLOAT8, "set it to true", device="cpu"),
     Example("torchao-not-installed", f"{FLOAT8} emulate=true", "-m pip install torchao",
@@ -395,3 +416,20 @@ def test_a_rule_names_settings_and_has_a_remedy(key: str, rule: Rule[Any]) -> No
     for name in (rule.key, *rule.involves):
         assert find(tuple(f"{section}{name}".split("."))) is not None, name
     assert rule.expected and (rule.remedy or rule.severity == "warning")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "ac=selective ac_option=op activation_checkpoint.preserve_rng_state=false",
+        "ac=full compile=true",
+        "optimizer.name=Muon ema.enable=true global=64 ramp=16,16,100",
+        f"{MOE} {BF16} resilience.verify_gradients_freq=10",
+        "model.flavor=debugmodel_flex_attn",
+        f"{GPU_FLOAT8} {BF16}",
+    ],
+)
+def test_cuda_graphs_are_accepted_with(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = Example("", "", "", 1, device="cuda")
+    problems = find_problems(example, f"{GRAPHS} {line}", monkeypatch)
+    assert [problem.rule for problem in problems if problem.severity != "warning"] == []

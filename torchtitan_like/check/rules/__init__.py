@@ -6,6 +6,7 @@ from torchtitan_like.check.context import RunContext
 from torchtitan_like.check.rules.compute_rules import (
     ACTIVATION_CHECKPOINT_RULES,
     COMPILE_RULES,
+    CUDA_GRAPH_RULES,
     QUANTIZE_RULES,
 )
 from torchtitan_like.check.rules.model_rules import MODEL_RULES
@@ -40,6 +41,7 @@ RULES: tuple[Rule[RunContext], ...] = (
     *LR_SCHEDULER_RULES,
     *ACTIVATION_CHECKPOINT_RULES,
     *COMPILE_RULES,
+    *CUDA_GRAPH_RULES,
     *QUANTIZE_RULES,
     *PROFILING_RULES,
     *RESILIENCE_RULES,

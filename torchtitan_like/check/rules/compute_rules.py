@@ -6,10 +6,19 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from torchtitan_like.check.context import RunContext
-from torchtitan_like.check.rules.keys import AC_MODE, COMPILE, IMPL
+from torchtitan_like.check.rules.keys import (
+    AC_MODE,
+    COMPILE,
+    CUDA_GRAPHS,
+    DEGREES,
+    EARLY_STEP,
+    IMPL,
+    MODEL_KEYS,
+)
 from torchtitan_like.config.problems import Rule
 from torchtitan_like.config.sections_scale import BACKENDS, KEEPING_ALL, PACKAGE_OF_BACKEND
 from torchtitan_like.distributed.float8 import FLOAT8, MULTIPLE
@@ -157,6 +166,136 @@ COMPILE_RULES: tuple[Rule[RunContext], ...] = (
         "install it, or set compile.backend to inductor",
         ("compile.enable",),
         "training_error",
+    ),
+)
+
+NO_GRAPHS = "set compile.cuda_graphs = false"
+
+
+def _graph_rule(
+    name: str,
+    key: str,
+    when: Callable[[RunContext], bool],
+    expected: str | Callable[[RunContext], str],
+    remedy: str = NO_GRAPHS,
+    involves: tuple[str, ...] = (),
+) -> Rule[RunContext]:
+    """Return the rule that a run with CUDA graphs may not have a setting."""
+
+    def has_graphs_and(run: RunContext) -> bool:
+        return run.config.compile.cuda_graphs and when(run)
+
+    others = tuple(other for other in (CUDA_GRAPHS, *involves) if other != key)
+    return Rule(name, key, has_graphs_and, expected, remedy, others)
+
+
+def _reads_row_counts(run: RunContext) -> bool:
+    """Return True if the host reads how many rows each expert has: see `layers.grouped_linear`.
+
+    `grouped_mm` does so for other types than bfloat16, and on other GPUs than Hopper and Blackwell.
+    """
+    training, capability = run.config.training, run.gpu_capability
+    has_kernel = capability is None or capability[0] in (9, 10)
+    is_product = training.grouped_mm != "loop" and training.mixed_precision_param == "bfloat16"
+    return bool(run.size("n_experts")) and not (is_product and has_kernel)
+
+
+def _restores_random_state(run: RunContext) -> bool:
+    section = run.config.activation_checkpoint
+    recomputes = section.mode in ("selective", "full") and not run.compiles_model
+    return recomputes and section.preserve_rng_state
+
+
+def _has_other_graphs(run: RunContext) -> bool:
+    section = run.config.compile
+    is_inductor = section.backend == "inductor"
+    by_variable = is_inductor and os.environ.get("TORCHINDUCTOR_CUDAGRAPHS") == "1"
+    return section.is_on and (section.backend == "cudagraphs" or by_variable)
+
+
+CUDA_GRAPH_RULES: tuple[Rule[RunContext], ...] = (
+    _graph_rule(
+        "cuda-graphs-on-cpu",
+        CUDA_GRAPHS,
+        lambda run: run.device_type == "cpu",
+        "false without a GPU: a CUDA graph is a sequence of its kernels",
+        "set it to false",
+    ),
+    _graph_rule(
+        "cuda-graphs-on-many-ranks",
+        CUDA_GRAPHS,
+        lambda run: max(run.world_size or 1, run.dims.world_size) > 1,
+        lambda run: (
+            f"false on {max(run.world_size or 1, run.dims.world_size)} ranks: "
+            "collectives are no part of a graph"
+        ),
+        "set it to false, or start one rank with NGPU=1",
+        DEGREES,
+    ),
+    _graph_rule(
+        "cuda-graphs-of-replica-groups",
+        "fault_tolerance.enable",
+        lambda run: run.config.fault_tolerance.enable,
+        "false with compile.cuda_graphs: other groups change gradients and weights of this one",
+    ),
+    _graph_rule(
+        "cuda-graphs-offload",
+        "training.enable_cpu_offload",
+        lambda run: run.config.training.enable_cpu_offload,
+        "false with compile.cuda_graphs: the host waits for offloaded gradients",
+    ),
+    _graph_rule(
+        "cuda-graphs-offloaded-activations",
+        AC_MODE,
+        lambda run: run.offloads_activations,
+        'another mode than "offload" with compile.cuda_graphs: the host allocates its memory',
+        'set it to "full"',
+    ),
+    _graph_rule(
+        "cuda-graphs-random-state",
+        "activation_checkpoint.preserve_rng_state",
+        _restores_random_state,
+        "false with compile.cuda_graphs: the host would read the random state in forward",
+        'set it to false, which changes no number of a model without dropout, or set mode = "none"',
+        (AC_MODE, *COMPILE),
+    ),
+    _graph_rule(
+        "cuda-graphs-early-step",
+        EARLY_STEP,
+        lambda run: run.config.optimizer.early_step_in_backward,
+        "false with compile.cuda_graphs: a graph would repeat the learning rate of its capture",
+    ),
+    _graph_rule(
+        "cuda-graphs-varlen",
+        CUDA_GRAPHS,
+        lambda run: getattr(run.args, "attn_type", "") == "varlen" and run.has_document_masks,
+        'false with attn_type = "varlen": the number of documents changes shapes',
+        'set it to false, or use attn_type = "flex" or "sdpa"',
+        MODEL_KEYS,
+    ),
+    _graph_rule(
+        "cuda-graphs-experts",
+        CUDA_GRAPHS,
+        _reads_row_counts,
+        "false with these experts: the host reads their numbers of rows unless grouped_mm "
+        "computes them in bfloat16 on a GPU of compute capability 9.0 or 10.0",
+        'set it to false, or training.mixed_precision_param = "bfloat16" and grouped_mm = "auto"',
+        ("training.mixed_precision_param", "training.grouped_mm", *MODEL_KEYS),
+    ),
+    _graph_rule(
+        "cuda-graphs-overflow-detection",
+        "debug.detect_overflow",
+        lambda run: run.config.debug.detect_overflow,
+        "false with compile.cuda_graphs: modules inside a graph cannot be inspected",
+        "set compile.cuda_graphs = false while you search for the non-finite value",
+    ),
+    _graph_rule(
+        "cuda-graphs-of-compiler",
+        "compile.backend",
+        _has_other_graphs,
+        "a backend that makes no CUDA graphs of its own, with compile.cuda_graphs",
+        'set it to "inductor", without TORCHINDUCTOR_CUDAGRAPHS in the environment',
+        ("compile.enable",),
     ),
 )
 

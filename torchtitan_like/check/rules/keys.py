@@ -23,6 +23,7 @@ ROTATE = "parallelism.context_parallel_rotate_method"
 BALANCER = "parallelism.context_parallel_load_balancer"
 SCHEDULE = "parallelism.pipeline_parallel_schedule"
 COMPILE = ("compile.enable", "compile.components")
+CUDA_GRAPHS = "compile.cuda_graphs"
 BATCH = ("training.global_batch_size", "training.local_batch_size")
 EARLY_STEP = "optimizer.early_step_in_backward"
 AC_MODE = "activation_checkpoint.mode"
