@@ -127,6 +127,7 @@ run_large_jobs() {
   # shellcheck disable=SC2086 # several arguments
   {
     train 30 debug 1 debug_model --training.local_batch_size 8 --training.seq_len 2048
+    train 30 debug-graphs 1 debug_model --training.local_batch_size 8 --training.seq_len 2048 --compile.cuda_graphs
     train 40 1b 1 $large
     train 60 1b-compiled 1 $large --compile.enable
     train 40 1b-op 1 $large $op

@@ -210,8 +210,8 @@ class StepRunner:
             sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
         )
 
-    def _run_eagerly(self, *inputs: torch.Tensor | None, num_valid: int) -> StepLosses:
-        return self._compute_losses(*inputs, lambda total: total / num_valid)  # type: ignore[arg-type]
+    def _run_eagerly(self, *inputs: Any, num_valid: int) -> StepLosses:
+        return self._compute_losses(*inputs, lambda total: total / num_valid)
 
     def _compute_losses(
         self,

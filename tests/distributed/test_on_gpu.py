@@ -3,6 +3,7 @@
 import os
 import pickle
 from datetime import timedelta
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -10,11 +11,13 @@ import torch
 from tests.distributed.parity import options
 from tests.harness.ports import free_ports
 from tests.harness.runner import run_trainer
+from torchtitan_like.distributed.determinism import seed_device
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.world import join_world, launched_as
 from torchtitan_like.models.layers.head import cross_entropy_sum
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.optim.loss import chunked_cross_entropy
+from torchtitan_like.util.cuda_graphs import CapturedPass
 from torchtitan_like.util.units import GIB
 
 pytestmark = pytest.mark.gpu
@@ -67,6 +70,81 @@ def test_training_equals_cpu_and_repeats_exactly(tmp_path, ranks):
     assert "CUDA capacity: " in first.stdout and ("Applied FSDP" in first.stdout) == (ranks == 2)
     assert exact_metrics(first) == exact_metrics(second)
     assert_close(first, train(tmp_path / "cpu", ranks, NO_GPU), limit=1e-3)
+
+
+EXPERTS = {
+    "model.name": "qwen3",
+    "model.flavor": "debugmodel_moe",
+    **{f"model.args.{name}": None for name in ("dim", "n_heads", "n_kv_heads", "multiple_of")},
+}
+GRAPHED = {
+    "dense": {},
+    "accumulation": {"training.global_batch_size": 32},
+    "per_op": {
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "op",
+        "activation_checkpoint.preserve_rng_state": "false",
+    },
+    "experts": EXPERTS,
+    "compiled": {"compile.enable": "true"},
+}
+
+
+@pytest.mark.parametrize("name", GRAPHED)
+def test_cuda_graphs_change_no_number(tmp_path, name):
+    """Steps 3 to 5 are graphs. The files of the last checkpoint have the weights and averages."""
+    settings = {
+        "training.mixed_precision_param": "bfloat16",
+        "debug.deterministic": "true",
+        "checkpoint.enable": "true",
+        "checkpoint.last_save_model_only": "false",
+        **GRAPHED[name],
+    }
+    eager = train(tmp_path / "eager", **settings)
+    graphs = train(tmp_path / "graphs", **settings, **{"compile.cuda_graphs": "true"})
+    num_graphs = 2 if name == "accumulation" else 1
+    assert graphs.stdout.count("as a CUDA graph") == num_graphs
+    assert exact_metrics(graphs) == exact_metrics(eager)
+    tensors = [
+        {
+            path.name: path.read_bytes()
+            for path in run.dump_folder.glob("checkpoint/step-5/*.distcp")
+        }
+        for run in (eager, graphs)
+    ]
+    assert tensors[0] and tensors[0] == tensors[1]
+
+
+def test_cuda_graphs_without_determinism_give_close_results(tmp_path):
+    graphs = train(tmp_path / "graphs", **{"compile.cuda_graphs": "true"})
+    assert_close(graphs, train(tmp_path / "eager"), limit=1e-4)
+
+
+class _Loss(NamedTuple):
+    loss: torch.Tensor
+
+
+def test_replays_draw_from_the_seed_of_their_micro_batch():
+    weight = torch.ones(1000, device="cuda", requires_grad=True)
+
+    def compute(x, divide):
+        loss = divide(torch.nn.functional.dropout(x * weight, 0.5).sum())
+        loss.backward()
+        return _Loss(loss.detach())
+
+    def run(function):
+        values = []
+        for step in range(5):
+            weight.grad = None
+            for micro in range(2):
+                seed_device(2 * step + micro, weight.device)
+                x = torch.full((1000,), float(step + micro + 1), device="cuda")
+                values.append(function(x, num_valid=3 + step).loss.item())
+            values.append(weight.grad.tolist())
+        return values
+
+    eager = run(lambda x, num_valid: compute(x, lambda total: total / num_valid))
+    assert run(CapturedPass(compute, [weight])) == eager
 
 
 def test_cpu_offload_gives_close_results(tmp_path):

@@ -107,6 +107,13 @@ CELLS = [
     # CUDA graphs
     Cell("cuda_graphs", 1, GRAPHS),
     Cell("cuda_graphs_accumulation", 1, f"{GRAPHS} --training.global_batch_size 32"),
+    Cell(
+        "cuda_graphs_per_op_checkpointing",
+        1,
+        f"{GRAPHS} {AC} {OP} --activation_checkpoint.no-preserve_rng_state",
+    ),
+    Cell("cuda_graphs_experts", 1, f"{GRAPHS} {EXPERTS}"),
+    Cell("cuda_graphs_compiled", 1, f"{GRAPHS} --compile.enable"),
     # compiled
     Cell("compiled", 2, "--compile.enable"),
     Cell("float8_rowwise_compiled", 2, f"--compile.enable {FLOAT8} rowwise"),

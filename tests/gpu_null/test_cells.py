@@ -17,7 +17,6 @@ from tests.gpu_null.cells import CELLS, Cell
 from tests.gpu_null.harness import (
     DETAILED_STEP,
     Recorded,
-    build_device,
     describe_calls,
     run_recorded,
 )
@@ -93,17 +92,6 @@ def explain_change(calls: Calls, pinned: dict[str, int]) -> str:
             lines.append(f"{current - expected:+d} ({expected} -> {current}) {origin}")
             lines += describe_calls([call for call in calls if call_origin(call) == origin])
     return "\n".join(lines)
-
-
-@pytest.fixture(scope="session")
-def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the null CUDA device and return its library."""
-    if torch.version.cuda is None:
-        raise RuntimeError(
-            f"torch {torch.__version__} is a CPU build; the null CUDA device needs a CUDA build. "
-            "Run ./run_tests.sh --null-gpu"
-        )
-    return build_device(tmp_path_factory.mktemp("null_cuda"))
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name)
