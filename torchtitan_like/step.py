@@ -210,8 +210,18 @@ class StepRunner:
             sum(mtp_losses[1:], start=mtp_losses[0]) if mtp_losses else None,
         )
 
-    def _run_eagerly(self, *inputs: Any, num_valid: int) -> StepLosses:
-        return self._compute_losses(*inputs, lambda total: total / num_valid)
+    def _run_eagerly(
+        self,
+        tokens: torch.Tensor,
+        labels: torch.Tensor,
+        positions: torch.Tensor | None,
+        sources: torch.Tensor | None,
+        *,
+        num_valid: int,
+    ) -> StepLosses:
+        return self._compute_losses(
+            tokens, labels, positions, sources, lambda total: total / num_valid
+        )
 
     def _compute_losses(
         self,

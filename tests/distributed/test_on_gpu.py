@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.distributed.parity import options
+from tests.exact_runs import read_step
 from tests.harness.ports import free_ports
 from tests.harness.runner import run_trainer
 from torchtitan_like.distributed.determinism import seed_device
@@ -93,6 +94,8 @@ GRAPHED = {
 @pytest.mark.parametrize("name", GRAPHED)
 def test_cuda_graphs_change_no_number(tmp_path, name):
     """Steps 3 to 5 are graphs. The files of the last checkpoint have the weights and averages."""
+    if name == "experts" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("grouped_mm reads the numbers of rows on the host of other GPUs")
     settings = {
         "training.mixed_precision_param": "bfloat16",
         "debug.deterministic": "true",
@@ -105,14 +108,8 @@ def test_cuda_graphs_change_no_number(tmp_path, name):
     num_graphs = 2 if name == "accumulation" else 1
     assert graphs.stdout.count("as a CUDA graph") == num_graphs
     assert exact_metrics(graphs) == exact_metrics(eager)
-    tensors = [
-        {
-            path.name: path.read_bytes()
-            for path in run.dump_folder.glob("checkpoint/step-5/*.distcp")
-        }
-        for run in (eager, graphs)
-    ]
-    assert tensors[0] and tensors[0] == tensors[1]
+    steps = [read_step(run.dump_folder / "checkpoint/step-5") for run in (eager, graphs)]
+    assert steps[0]["files"] and steps[0]["files"] == steps[1]["files"]
 
 
 def test_cuda_graphs_without_determinism_give_close_results(tmp_path):

@@ -130,7 +130,12 @@ def build_memory_monitor(device: torch.device) -> MemoryMonitor:
     On CUDA, this empties the allocator's cache and resets its peaks.
     """
     if device.type != "cuda":
-        return HostMemoryMonitor(cpu_model(), host_memory_bytes(), resident_bytes)
+        import psutil  # takes 20 ms; only runs without a GPU need it
+
+        process = psutil.Process()  # once: a new one reads several files of /proc
+        return HostMemoryMonitor(
+            cpu_model(), host_memory_bytes(), lambda: process.memory_info().rss
+        )
     import torch
 
     properties = torch.cuda.get_device_properties(device)
@@ -165,14 +170,6 @@ def oom_advice() -> str:
         "accumulation gives the same loss; (3) reduce loss.chunk_mib: fewer logits exist at a "
         "time; (4) if host memory is available, activation_checkpoint.mode = 'offload'."
     )
-
-
-def resident_bytes() -> int:
-    """Return the resident set of this process in bytes."""
-    import psutil  # takes 20 ms; only runs without a GPU need it
-
-    resident_set: int = psutil.Process().memory_info().rss
-    return resident_set
 
 
 def host_memory_bytes() -> int:

@@ -42,11 +42,12 @@ def local_norms(grads: Iterable[Tensor]) -> list[Tensor]:
 
     Squares of finite fp32 numbers cannot overflow in float64.
     """
-    pieces = [
-        piece
-        for grad in grads
-        for piece in (grad.flatten().split(CPU_CHUNK) if grad.is_cpu else (grad,))
-    ]
+    pieces: list[Tensor] = []
+    for grad in grads:
+        if grad.is_cpu and grad.numel() > CPU_CHUNK:
+            pieces.extend(grad.flatten().split(CPU_CHUNK))
+        else:
+            pieces.append(grad.flatten() if grad.is_cpu else grad)
     return list(torch._foreach_norm(pieces, 2, dtype=torch.float64))
 
 

@@ -78,7 +78,8 @@ class CapturedPass(Generic[Losses]):
             self._restore_gradients()
         graph, losses = self._graphs[starts_sum]
         graph.replay()
-        return type(losses)(*(None if loss is None else loss.clone() for loss in losses))
+        copies: Losses = type(losses)(*(x if x is None else x.clone() for x in losses))
+        return copies
 
     def _run_eagerly(self, inputs: tuple[Tensor | None, ...], num_valid: int) -> Losses:
         current = torch.cuda.current_stream()

@@ -48,7 +48,7 @@ def test_all_parts_run_and_failures_are_counted(tmp_path: Path) -> None:
     report = (tmp_path / "report").read_text()
     assert "exit code 3" in report and "# 1 parts failed" in report and report in output
     trainings = [line for line in commands if " torchtitan_like.train " in line]
-    assert len(trainings) == 13
+    assert len(trainings) == 14
     for line in trainings:
         load_config(line.split(" torchtitan_like.train ")[1].split())
     assert sum("benchmarks.cpu_gpu" in line for line in commands) == 1

@@ -176,6 +176,8 @@ class JoinedSamples:
 
     def ignored_labels(self, samples: NDArray[np.int64]) -> Indices2d:
         """See `PackedSamples.ignored_labels`."""
+        if len(self.parts) == 1:
+            return self.parts[0].ignored_labels(samples)
         rows, columns = [_NONE], [_NONE]
         for part, part_rows, part_samples in self._by_part(samples):
             row, column = part.ignored_labels(part_samples)
