@@ -1,4 +1,4 @@
-"""Forward and backward of a micro-batch as a CUDA graph: one launch instead of thousands.
+"""Forward and backward of a micro-batch as a CUDA graph: one launch for all of its kernels.
 
 A graph repeats the kernels of its capture with the same arguments. So it reads its inputs from fixed
 buffers, and its gradients and losses have fixed addresses. Everything else of a step stays eager:
