@@ -1,6 +1,6 @@
 """Storage of native steps: torch's distributed checkpoint (DCP) over files in hashed extents.
 
-    dcp.save(state, storage_writer=ExtentWriter(folder, rank), process_group=group)
+    dcp.save(state, storage_writer=ExtentWriter(folder, rank), planner=BalancedSavePlanner())
 
 `dcp_source.StepSource` reads it. torch reads such a step too, with its own reader, which does not
 verify the hashes.
@@ -14,14 +14,21 @@ from __future__ import annotations
 
 import os
 import pickle
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import (
     SavePlan,
     SavePlanner,
@@ -37,6 +44,40 @@ from torchtitan_like.util.files import sync_path, write_atomically
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 BOUNCE = 4 * EXTENT
+
+
+class BalancedSavePlanner(DefaultSavePlanner):
+    """Divides what several ranks hold, so that all ranks write equally many bytes.
+
+    DCP's own planner assigns replicated tensors in their order. A large one at the end then goes to
+    a rank that already has its share.
+    """
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Keep each item on one of its ranks. DCP calls it on rank 0 with the plans of all ranks.
+
+        The largest items come first, each on the rank with the fewest bytes. Objects have no size
+        in a plan and count as 0 bytes. Among equals the last rank is chosen, because rank 0 also
+        writes `.metadata`.
+        """
+        holders: dict[MetadataIndex, list[int]] = defaultdict(list)
+        num_bytes: dict[MetadataIndex, int] = {}
+        for rank, plan in enumerate(all_plans):
+            for item in plan.items:
+                holders[item.index].append(rank)
+                num_bytes[item.index] = item.tensor_storage_size() or 0
+        written = [0] * len(all_plans)
+        writers: dict[MetadataIndex, int] = {}
+        # Items of a single rank leave no choice, so they come before all others.
+        for index in sorted(holders, key=lambda i: (len(holders[i]) > 1, -num_bytes[i])):
+            writer = min(holders[index], key=lambda rank: (written[rank], -rank))
+            written[writer] += num_bytes[index]
+            writers[index] = writer
+        plans = [
+            replace(plan, items=[item for item in plan.items if writers[item.index] == rank])
+            for rank, plan in enumerate(all_plans)
+        ]
+        return super().create_global_plan(plans)
 
 
 class ExtentWriter(StorageWriter):

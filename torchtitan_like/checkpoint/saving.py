@@ -175,7 +175,7 @@ class StepWriter:
     def _write_native(self, staged: Path, tensors: Mapping[str, Any]) -> dict[str, FileRecord]:
         import torch.distributed.checkpoint as dcp
 
-        from torchtitan_like.checkpoint.dcp_storage import ExtentWriter
+        from torchtitan_like.checkpoint.dcp_storage import BalancedSavePlanner, ExtentWriter
 
         group = self._group
         writer = ExtentWriter(staged, group.rank)
@@ -183,7 +183,11 @@ class StepWriter:
             name: v.detach() if isinstance(v, torch.Tensor) else v for name, v in tensors.items()
         }
         dcp.save(
-            detached, storage_writer=writer, process_group=group.group, no_dist=group.size == 1
+            detached,
+            storage_writer=writer,
+            planner=BalancedSavePlanner(),
+            process_group=group.group,
+            no_dist=group.size == 1,
         )
         return writer.records
 

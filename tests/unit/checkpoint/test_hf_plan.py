@@ -250,10 +250,14 @@ def test_any_table_and_any_shards_yield_the_expected_tensors(kind, data):
     with pytest.MonkeyPatch.context() as patch:
         # Small extents, so that many tensors cross a boundary.
         patch.setattr(plan, "EXTENT", data.draw(st.sampled_from([64, 128, 1024, EXTENT])))
-        owners = assign_extents(files, targets)
-        assert set(owners) == set(plan.extents_of(files)) and set(owners.values()) <= set(
-            range(ranks)
-        )
+        owners = assign_extents(files, targets, ranks)
+        assert set(owners) == set(plan.extents_of(files))
+        written = Counter(dict.fromkeys(range(ranks), 0))
+        for (f, k), owner in owners.items():
+            written[owner] += min(plan.EXTENT, files[f].size - k * plan.EXTENT)
+        mean = sum(file.size for file in files) / ranks
+        assert len(written) == ranks
+        assert all(abs(size - mean) <= plan.EXTENT for size in written.values())
         content = execute(files, targets, shards, lambda extent, part: part.holders[-1])
     expected = to_external(links(ROWS[kind], dict.fromkeys(names, shape)), state)
     for file, raw in zip(files, content, strict=True):
@@ -287,19 +291,20 @@ STRIPES = {
     ("boxes", "extents_per_rank"),
     [
         # replicated: each rank writes a quarter, no rank sends
-        ({((0, 64 * MIB, 1),): (0, 1, 2, 3)}, [5, 4, 4, 4]),
-        ({((0, 32 * MIB, 1),): (0,), ((32 * MIB, 32 * MIB, 1),): (1,)}, [8, 9]),
+        ({((0, 64 * MIB, 1),): (0, 1, 2, 3)}, [4, 4, 4, 5]),
+        ({((0, 32 * MIB, 1),): (0,), ((32 * MIB, 32 * MIB, 1),): (1,)}, [9, 8]),
         # sharded and replicated
-        ({((0, 32 * MIB, 1),): (0, 2), ((32 * MIB, 32 * MIB, 1),): (1, 3)}, [4, 5, 4, 4]),
-        # rank 0 has no data and writes nothing
-        ({((0, 60 * MIB, 1),): (1,), ((60 * MIB, 4 * MIB, 1),): (2,)}, [0, 15, 2]),
+        ({((0, 32 * MIB, 1),): (0, 2), ((32 * MIB, 32 * MIB, 1),): (1, 3)}, [4, 4, 4, 5]),
+        # rank 0 has no data, rank 2 a fifteenth of it, and both write their share
+        ({((0, 60 * MIB, 1),): (1,), ((60 * MIB, 4 * MIB, 1),): (2,)}, [6, 5, 6]),
         # rank 1 has a quarter of each extent, and the last bytes of the file
-        (STRIPES, [8, 1]),
+        (STRIPES, [4, 5]),
     ],
 )
-def test_the_rank_with_most_of_an_extent_writes_it_and_replicas_share(boxes, extents_per_rank):
+def test_replicas_share_extents_and_all_ranks_write_equally_many(boxes, extents_per_rank):
     targets = one_tensor((sum(n for ((_, n, _),) in boxes),), boxes)
-    counts = Counter(assign_extents(lay_out_files(targets, [["t"]]), targets).values())
+    num_ranks = len(extents_per_rank)
+    counts = Counter(assign_extents(lay_out_files(targets, [["t"]]), targets, num_ranks).values())
     assert [counts[rank] for rank in range(len(extents_per_rank))] == extents_per_rank
 
 
@@ -307,7 +312,7 @@ def test_ranks_with_equal_shares_of_all_extents_write_equally_many():
     """With column sharding, every rank holds the same number of bytes of each extent."""
     boxes = {((0, 256, 1), (1024 * 64 * rank, 1024 * 64, 1)): (rank,) for rank in range(4)}
     targets = one_tensor((256, 4 * 64 * 1024), boxes)
-    counts = Counter(assign_extents(lay_out_files(targets, [["t"]]), targets).values())
+    counts = Counter(assign_extents(lay_out_files(targets, [["t"]]), targets, 4).values())
     assert sorted(counts.values()) == [16, 16, 16, 17]
 
 

@@ -90,7 +90,7 @@ def write_export(
     groups = _group_tensors(outputs, shard_bytes, index)
     start = time.monotonic()
     files = lay_out_files(outputs, groups)
-    owners = assign_extents(files, outputs)
+    owners = assign_extents(files, outputs, group.size)
     with Output(folder, files, group) as output:
         output.create(extent for extent, owner in owners.items() if owner == rank)
         _Exchange(files, outputs, owners, views, group).run(output)

@@ -265,11 +265,12 @@ def extents_of(files: Sequence[FileLayout]) -> list[ExtentId]:
 
 
 def assign_extents(
-    files: Sequence[FileLayout], outputs: Mapping[str, OutputTensor]
+    files: Sequence[FileLayout], outputs: Mapping[str, OutputTensor], num_ranks: int
 ) -> dict[ExtentId, int]:
-    """Choose the rank that writes each extent: a rank with (almost) the largest share of its bytes.
+    """Choose the rank that writes each extent. Each rank's bytes differ by an extent from the mean.
 
-    Among ranks within 10 % of the largest share, the rank with the fewest extents is chosen.
+    Within this limit it is a rank with (almost) the largest share of the extent's bytes. Among
+    ranks within 10 % of the largest share, the rank with the fewest extents is chosen.
     """
     num_bytes: dict[ExtentId, Counter[tuple[int, ...]]] = {e: Counter() for e in extents_of(files)}
     for copy in plan_copies(files, outputs, lambda extent, part: part.holders[0]):
@@ -281,11 +282,35 @@ def assign_extents(
         least = min(near, key=lambda holders: (len(shares[holders]) / len(holders), holders))
         shares[least].append(extent)
     # Each replica of a shard writes a contiguous run of the shard's extents.
-    return {
+    nearest = {
         extent: holders[i * len(holders) // len(extents)]
         for holders, extents in shares.items()
         for i, extent in enumerate(extents)
     }
+    return _limit_to_mean(files, nearest, num_ranks)
+
+
+def _limit_to_mean(
+    files: Sequence[FileLayout], nearest: Mapping[ExtentId, int], num_ranks: int
+) -> dict[ExtentId, int]:
+    """Return `nearest`, but move the extents beyond the mean of all ranks to ranks below it."""
+    sizes = {(f, k): min(EXTENT, files[f].size - k * EXTENT) for f, k in extents_of(files)}
+    mean = sum(sizes.values()) / num_ranks
+    written = [0] * num_ranks
+    owners: dict[ExtentId, int] = {}
+    surplus = []
+    for extent, size in sizes.items():
+        rank = nearest[extent]
+        if written[rank] + size > mean:
+            surplus.append(extent)
+            continue
+        owners[extent] = rank
+        written[rank] += size
+    for extent in surplus:
+        rank = min(range(num_ranks), key=written.__getitem__)
+        owners[extent] = rank
+        written[rank] += sizes[extent]
+    return owners
 
 
 def plan_copies(
