@@ -1,4 +1,4 @@
-r"""Export to Hugging Face files, compared with a lower bound and with torch's writer.
+r"""Export to Hugging Face files, compared with a lower bound, a native step, and torch's writer.
 
     python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2] [--tp 1] \
             [--folder /tmp] [--cases ...]
@@ -7,6 +7,8 @@ The weights have the shapes of a Llama of dim 1536 in float32, sharded by FSDP2,
 tensor parallelism. Each round writes them with every variant to a new folder after a `sync`, so
 that noise of the disk affects all variants equally. The table has medians of the seconds, and of
 the ratio to the lower bound within a round. All variants call fsync, except torch's consolidation.
+The last column has the bytes that a rank wrote to the disk, as the kernel counts them: a folder in
+memory (tmpfs) has none.
 
 The lower bound is `safetensors.torch.save_file` of each rank's shard, one file per rank.
 """
@@ -65,6 +67,8 @@ def build_variants(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -
     import torch.distributed.checkpoint as dcp
     from safetensors.torch import save_file
 
+    from torchtitan_like.checkpoint.dcp_storage import BalancedSavePlanner, ExtentWriter
+
     names, total = sorted(tensors, key=natural_key), sum(t.numel() * 4 for t in tensors.values())
 
     def lower_bound(folder: Path) -> None:
@@ -72,6 +76,13 @@ def build_variants(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -
         save_file({name: tensor.to_local() for name, tensor in tensors.items()}, path)
         with open(path, "rb+") as file:
             os.fsync(file.fileno())
+
+    def native(folder: Path) -> None:
+        writer, planner = ExtentWriter(folder, rank), BalancedSavePlanner()
+        dcp.save(
+            dict(tensors), storage_writer=writer, planner=planner, process_group=group.group,
+            no_dist=group.size == 1,
+        )  # fmt: skip
 
     def direct(files: int) -> Write:
         limit = {
@@ -100,7 +111,7 @@ def build_variants(tensors: Mapping[str, Tensor], group: HostGroup, rank: int) -
 
         return write
 
-    variants: dict[str, Write] = {"floor": lower_bound}
+    variants: dict[str, Write] = {"floor": lower_bound, "native": native}
     for files in (1, 4):
         variants[f"direct, {files}"] = direct(files)
         variants[f"torch, {files}"] = torch_writer(files)
@@ -143,6 +154,7 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
         if n == "floor" or n in arguments.cases.split(";")
     }
     seconds: dict[str, list[float]] = {name: [] for name in variants}
+    written: dict[str, list[int]] = {}  # bytes of each rank in the last round
     cpu: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(arguments.rounds + 1):
         for name, write in variants.items():
@@ -152,10 +164,12 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
                 os.sync()
             group.barrier()  # all ranks start after the sync
             start, cpu_start = time.perf_counter(), time.process_time()
+            bytes_before = written_bytes()
             write(target)
             # Wait for the slowest rank.
             cpu[name].append(sum(group.gather_objects(time.process_time() - cpu_start)))
             seconds[name].append(time.perf_counter() - start)
+            written[name] = group.gather_objects(written_bytes() - bytes_before)
             if rank == 0:
                 shutil.rmtree(target)
     if rank == 0:
@@ -163,16 +177,24 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
             f"{sum(t.numel() * 4 for t in tensors.values()) / 1e9:.2f} GB "
             f"in {len(tensors)} tensors\n"
         )
-        report(seconds, cpu)
+        report(seconds, cpu, written)
     group.destroy()
     dist.destroy_process_group()
 
 
-def report(seconds: dict[str, list[float]], cpu: dict[str, list[float]]) -> None:
+def written_bytes() -> int:
+    """Return the bytes that this process has written to disks."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["write_bytes"])
+
+
+def report(
+    seconds: dict[str, list[float]], cpu: dict[str, list[float]], written: dict[str, list[int]]
+) -> None:
     """Print the table without the first round, which is a warm-up."""
     print(
-        "| variant, files | s (min-max) | x lower bound (min-max) | CPU s of all ranks |\n"
-        "|---|---|---|---|"
+        "| variant, files | s (min-max) | x lower bound (min-max) | CPU s of all ranks "
+        "| MB a rank, min to max (max / mean) |\n|---|---|---|---|---|"
     )
     for name, values in seconds.items():
         ratios = [
@@ -180,7 +202,9 @@ def report(seconds: dict[str, list[float]], cpu: dict[str, list[float]]) -> None
         ]
         print(
             f"| {name} | {spread(values[1:])} | {spread(ratios)} "
-            f"| {statistics.median(cpu[name][1:]):.2f} |"
+            f"| {statistics.median(cpu[name][1:]):.2f} "
+            f"| {min(written[name]) / 1e6:.1f} to {max(written[name]) / 1e6:.1f} "
+            f"({max(written[name]) / max(1, statistics.mean(written[name])):.3f}) |"
         )
 
 
@@ -203,6 +227,7 @@ def main() -> None:
         "--folder", help="folder on the measured disk (default: the system's temporary folder)"
     )
     every = ";".join(f"{way}, {files}" for files in (1, 4) for way in ("direct", "torch"))
+    every += ";native"
     parser.add_argument("--cases", default=every, help=f"separated by semicolons: {every}")
     arguments = parser.parse_args()
     print(

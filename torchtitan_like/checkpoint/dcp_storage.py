@@ -44,6 +44,7 @@ from torchtitan_like.util.files import sync_path, write_atomically
 
 ALIGNMENT = 64  # bytes; a multiple of all element sizes, so that no element spans two extents
 BOUNCE = 4 * EXTENT
+SMALL = 4096  # bytes
 
 
 class BalancedSavePlanner(DefaultSavePlanner):
@@ -56,16 +57,17 @@ class BalancedSavePlanner(DefaultSavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Keep each item on one of its ranks. DCP calls it on rank 0 with the plans of all ranks.
 
-        The largest items come first, each on the rank with the fewest bytes. Objects have no size
-        in a plan and count as 0 bytes. Among equals the last rank is chosen, because rank 0 also
-        writes `.metadata`.
+        The largest items come first, each on the rank with the fewest bytes; among equals on the
+        last one, because rank 0 also writes `.metadata`. Objects and items below `SMALL` do not
+        count. One rank has them all, so that a reader finds them in one file.
         """
         holders: dict[MetadataIndex, list[int]] = defaultdict(list)
         num_bytes: dict[MetadataIndex, int] = {}
         for rank, plan in enumerate(all_plans):
             for item in plan.items:
                 holders[item.index].append(rank)
-                num_bytes[item.index] = item.tensor_storage_size() or 0
+                size = item.tensor_storage_size() or 0
+                num_bytes[item.index] = size if size >= SMALL else 0
         written = [0] * len(all_plans)
         writers: dict[MetadataIndex, int] = {}
         # Items of a single rank leave no choice, so they come before all others.
