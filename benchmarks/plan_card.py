@@ -6,7 +6,10 @@
     PYTHONPATH=. python benchmarks/plan_card.py table
 
 The runs on the H200 are dry-run with the code that was measured. Its allocator had no expandable
-segments, nor had that of the runs on the H100.
+segments, nor had that of the runs on the H100. `benchmarks/gpu_jobs.py` compares the same jobs with
+plans on the card where it runs.
+
+WORK=tiny in the environment makes the models tiny, to check both programs on a CPU.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import pickle
 import sys
 from pathlib import Path
@@ -30,7 +34,12 @@ MODELS = {
     "1B": "",
 }
 FLAVORS = {"experts": ("qwen3", "debugmodel_moe"), "1B": ("llama3", "1B")}
-SHAPES = {"debug": (8, 2048), "experts": (4, 4096)}  # samples and tokens of each
+SHAPES = {"debug": (8, 2048), "experts": (4, 4096)}  # samples and tokens of each; else (1, 8192)
+if os.environ.get("WORK") == "tiny":
+    TINY = "dim=64 n_layers=2 n_heads=4 n_kv_heads=2 vocab_size=2048"
+    EXPERTS = f"{TINY} head_dim=16 hidden_dim=128 moe_inter_dim=32 num_experts=8 top_k=2"
+    MODELS = {name: EXPERTS if name == "experts" else f"{TINY} multiple_of=32" for name in MODELS}
+    SHAPES = dict.fromkeys(MODELS, (2, 64))
 OPTIONS = {
     "eager": "--activation_checkpoint.mode=none",
     "op": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op",
@@ -52,22 +61,23 @@ class CardRun(NamedTuple):
     active: float
     reserved: float
 
-    def settings(self) -> list[str]:
-        """Return the arguments of the run."""
-        name, flavor = FLAVORS.get(self.model, ("llama3", "debugmodel"))
-        samples, seq_len = SHAPES.get(self.model, (1, 8192))
-        return [
-            f"--model.name={name}",
-            f"--model.flavor={flavor}",
-            *(f"--model.args.{pair}" for pair in MODELS[self.model].split()),
-            f"--training.local_batch_size={samples}",
-            f"--training.seq_len={seq_len}",
-            "--training.steps=30",
-            "--training.mixed_precision_param=bfloat16",
-            *("--checkpoint.no-enable", "--validation.no-enable"),
-            "--metrics.no-enable_tensorboard",
-            *OPTIONS[self.option].split(),
-        ]
+
+def settings(model: str, option: str, steps: int = 30) -> list[str]:
+    """Return the arguments of a run."""
+    name, flavor = FLAVORS.get(model, ("llama3", "debugmodel"))
+    samples, seq_len = SHAPES.get(model, (1, 8192))
+    return [
+        f"--model.name={name}",
+        f"--model.flavor={flavor}",
+        *(f"--model.args.{pair}" for pair in MODELS[model].split()),
+        f"--training.local_batch_size={samples}",
+        f"--training.seq_len={seq_len}",
+        f"--training.steps={steps}",
+        "--training.mixed_precision_param=bfloat16",
+        *("--checkpoint.no-enable", "--validation.no-enable"),
+        "--metrics.no-enable_tensorboard",
+        *OPTIONS[option].split(),
+    ]
 
 
 # docs/benchmarks/2026-11-26-gpu-h200.md and 2026-11-28-gpu-h100.md. Of the H100, 1B is 8,192 tokens /
@@ -89,17 +99,17 @@ RUNS = (
 )
 
 
-def load(run: CardRun) -> Any:
+def load(arguments: list[str]) -> Any:
     """Return the configuration of a run."""
     try:
         module = importlib.import_module("torchtitan_like.check")
     except ImportError:  # of the older code
         module = importlib.import_module("torchtitan_like.preflight")
     with contextlib.redirect_stdout(sys.stderr):
-        return module.load_checked(run.settings(), 1, training=False, device_type="cuda")[0]
+        return module.load_checked(arguments, 1, training=False, device_type="cuda")[0]
 
 
-def record(run: CardRun, path: Path) -> None:
+def record(arguments: list[str], path: Path) -> None:
     """Write the recording of a dry run."""
     import torch
 
@@ -109,12 +119,15 @@ def record(run: CardRun, path: Path) -> None:
     if not hasattr(fake, "_no_kernel"):  # the older code divides an operator that is one kernel
         library = torch.library.Library("aten", "IMPL")
         library.impl("silu_backward", lambda *_: None, "PrivateUse1")
-    recorded = record_ranks(load(run), 1, [0], matmul_workspace=32 * 2**20)[0].recording
+    recorded = record_ranks(load(arguments), 1, [0], matmul_workspace=32 * 2**20)[0].recording
     path.write_bytes(pickle.dumps(recorded))
 
 
-def print_row(run: CardRun, path: Path) -> None:
-    """Print planned and measured time and memory."""
+def predict(path: Path, option: str, gpu_name: str, *, is_expandable: bool) -> list[float]:
+    """Return the planned milliseconds of a step, and the GiB active and reserved.
+
+    gpu_name: of a GPU, or the path of a device file that `benchmarks.calibrate` wrote.
+    """
     from torchtitan_like.plan.allocator import replay
     from torchtitan_like.plan.clusters import typical_cluster
     from torchtitan_like.plan.durations import durations
@@ -123,21 +136,28 @@ def print_row(run: CardRun, path: Path) -> None:
     from torchtitan_like.plan.timeline import play
 
     recording = pickle.loads(path.read_bytes())
-    is_compiled = run.option.endswith("compiled")
-    gpu = load_gpu(run.gpu)
-    seconds = durations(recording, gpu, typical_cluster(run.gpu, 1), fuses=is_compiled)
-    planned = 1e3 * play(recording, seconds, gpu.host_operator_us * 1e-6).seconds
+    is_compiled = option.endswith("compiled")
+    gpu = load_gpu(gpu_name)
+    seconds = durations(recording, gpu, typical_cluster(gpu_name, 1), fuses=is_compiled)
+    planned = play(recording, seconds, gpu.host_operator_us * 1e-6).seconds
     memory = fused_memory(recording) if is_compiled else recording
-    reserved = replay(memory, is_expandable=False)
-    gib = [number / 2**30 for number in (reserved.active, reserved.num_bytes)]
-    errors = [
-        f"{100 * (value / measured - 1):+.1f} %" if measured else ""
-        for value, measured in ((planned, run.milliseconds), *zip(gib, run[4:], strict=True))
-    ]
+    reserved = replay(memory, is_expandable=is_expandable)
+    return [1e3 * planned, reserved.active / 2**30, reserved.num_bytes / 2**30]
+
+
+def percent(planned: float, measured: float) -> str:
+    """Return the relative error of a plan; "" if nothing was measured."""
+    return f"{100 * (planned / measured - 1):+.1f} %" if measured else ""
+
+
+def print_row(run: CardRun, path: Path) -> None:
+    """Print planned and measured time and memory."""
+    planned = predict(path, run.option, run.gpu, is_expandable=False)
+    errors = [percent(*pair) for pair in zip(planned, run[3:], strict=True)]
     print(
-        f"| {run.gpu} | {run.model} {run.option} | {planned:.1f} | {run.milliseconds} | {errors[0]} "
-        f"| {gib[0]:.2f} | {run.active or ''} | {errors[1]} "
-        f"| {gib[1]:.2f} | {run.reserved:.2f} | {errors[2]} |"
+        f"| {run.gpu} | {run.model} {run.option} | {planned[0]:.1f} | {run.milliseconds} "
+        f"| {errors[0]} | {planned[1]:.2f} | {run.active or ''} | {errors[1]} "
+        f"| {planned[2]:.2f} | {run.reserved:.2f} | {errors[2]} |"
     )
 
 
@@ -156,7 +176,7 @@ def main() -> None:
         if not arguments.gpu or run.gpu == arguments.gpu:
             name = f"{run.gpu} {run.model} {run.option}.pickle".replace(" ", "_")
             if arguments.command == "record":
-                record(run, arguments.cache / name)
+                record(settings(run.model, run.option), arguments.cache / name)
             else:
                 print_row(run, arguments.cache / name)
 
