@@ -1,10 +1,11 @@
 """Where do large gradient norms of MoE runs come from? `docs/benchmarks/2026-11-26-moe-gradients-h200.md`.
 
-    python benchmarks/gradient_spikes.py runs FOLDER --processes 12 --seconds 100 -- --compile.enable
+    python benchmarks/gradient_spikes.py runs FOLDER --processes 10 --runs 20 -- --compile.enable
     python benchmarks/gradient_spikes.py check FOLDER --perturbation 2
 
-`runs` starts equal short runs of one model, several at once on a device, and compares the norm of
-each parameter's gradient bit by bit. Arguments after `--` go to the trainer.
+`runs` starts equal runs of one model, several at once on a device, and compares the norm of each
+parameter's gradient bit by bit. A spike is a gradient norm above twice the median of all runs at
+that step. It exits with 1 if there is one. Arguments after `--` go to the trainer.
 
 `check` trains on the CPU in float32 from slightly changed initial weights. At the first gradient
 norm above --above it computes the same gradient in float64, and the slope of the loss along it by
@@ -20,6 +21,7 @@ import copy
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -31,15 +33,15 @@ import torch
 from torchtitan_like.run import main as train
 from torchtitan_like.step import StepRunner
 
-STEPS = 14
+SPIKE = 2.0  # times the median of all runs
 
 
-def trainer_arguments(family: str, folder: Path, dtype: str) -> list[str]:
+def trainer_arguments(family: str, folder: Path, dtype: str, steps: int) -> list[str]:
     return [
         f"--job.config_file=torchtitan_like/train_configs/{family}.toml",
         f"--job.dump_folder={folder}",
         "--debug.seed=7",
-        f"--training.steps={STEPS}",
+        f"--training.steps={steps}",
         "--training.seq_len=256",
         "--training.local_batch_size=4",
         f"--training.mixed_precision_param={dtype}",
@@ -56,7 +58,7 @@ def gradients(runner: StepRunner) -> dict[str, torch.Tensor]:
     return {name: p.grad.detach() for name, p in named if p.grad is not None}
 
 
-def one_run(folder: Path, arguments: list[str]) -> None:
+def one_run(folder: Path, arguments: list[str], steps: int) -> None:
     """Train, and write the norms of the gradients of each step to FOLDER/norms.json."""
     compute, norms, names = StepRunner.compute_gradients, [], []
 
@@ -65,7 +67,7 @@ def one_run(folder: Path, arguments: list[str]) -> None:
         found = gradients(runner)
         names[:] = found
         norms.append(torch.stack(torch._foreach_norm([*found.values()], dtype=torch.float64)))
-        if len(norms) == STEPS:
+        if len(norms) == steps:
             (folder / "norms.json").write_text(json.dumps([names, torch.stack(norms).tolist()]))
         return losses
 
@@ -73,38 +75,43 @@ def one_run(folder: Path, arguments: list[str]) -> None:
     train(arguments)
 
 
-def start_run(folder: Path, family: str, dtype: str, rest: list[str]) -> tuple[list[str], Any]:
+def start_run(folder: Path, arguments: argparse.Namespace) -> Any:
+    """Run once in a new process. Return the norms of each step, None if it failed."""
     folder.mkdir(parents=True)
-    argv = [sys.executable, __file__, "one", str(folder), "--family", family, "--dtype", dtype]
+    argv = [sys.executable, __file__, "one", str(folder), "--family", arguments.family]
+    argv += ["--dtype", arguments.dtype, "--steps", str(arguments.steps)]
     with open(folder / "log", "w") as log:
-        subprocess.run([*argv, "--", *rest], stdout=log, stderr=log, check=False)
+        subprocess.run([*argv, "--", *arguments.rest], stdout=log, stderr=log, check=False)
     try:
-        names, norms = json.loads((folder / "norms.json").read_text())
+        return json.loads((folder / "norms.json").read_text())[1]
     except OSError:
         print(f"{folder}: no result; its log ends with {(folder / 'log').read_text()[-200:]!r}")
-        return [], None
-    return names, norms
+        return None
 
 
 def many_runs(folder: Path, arguments: argparse.Namespace) -> None:
+    """Compare the norms of equal runs at each step. Exits with 2 if no run ended."""
     end = time.monotonic() + arguments.seconds
 
-    def loop(worker: int) -> list[tuple[list[str], Any]]:
-        found = []
-        while time.monotonic() < end:
-            name = folder / f"{worker}-{len(found)}"
-            found.append(start_run(name, arguments.family, arguments.dtype, arguments.rest))
-        return found
+    def run(number: int) -> Any:
+        return start_run(folder / str(number), arguments) if time.monotonic() < end else None
 
     with concurrent.futures.ThreadPoolExecutor(arguments.processes) as pool:
-        results = [r for rs in pool.map(loop, range(arguments.processes)) for r in rs if r[1]]
-    print(f"{len(results)} runs of {STEPS} steps")
+        results = [norms for norms in pool.map(run, range(arguments.runs)) if norms]
+    print(f"{len(results)} of {arguments.runs} runs of {arguments.steps} steps")
     if not results:
         sys.exit(2)
-    for step in range(STEPS):
-        kinds = collections.Counter(tuple(norms[step]) for _, norms in results)
-        totals = sorted(math.hypot(*kind) for kind in kinds)
-        print(f"step {step + 1}: {len(kinds)} kinds, norm {totals[0]:.4g} to {totals[-1]:.4g}")
+    num_spikes = 0
+    for step, rows in enumerate(zip(*results, strict=True), start=1):
+        kinds = collections.Counter(map(tuple, rows))
+        totals = sorted(math.hypot(*row) for row in rows)
+        limit = SPIKE * statistics.median(totals)
+        spikes = sum(not total <= limit for total in totals)  # NaN is one too
+        num_spikes += spikes
+        if spikes or step in (1, arguments.steps) or step % 10 == 0:
+            print(f"step {step}: {len(kinds)} kinds, norm {totals[0]:.4g} to {totals[-1]:.4g}")
+    print(f"{num_spikes} spikes in {len(results) * arguments.steps} steps")
+    sys.exit(num_spikes > 0)
 
 
 def check(folder: Path, arguments: argparse.Namespace) -> None:
@@ -128,7 +135,8 @@ def check(folder: Path, arguments: argparse.Namespace) -> None:
         os._exit(0 if is_right else 1)
 
     StepRunner.compute_gradients = examined  # type: ignore[method-assign]
-    train(trainer_arguments(arguments.family, folder, "float32") + arguments.rest)
+    base = trainer_arguments(arguments.family, folder, "float32", arguments.steps)
+    train(base + arguments.rest)
     print(f"no gradient norm above {arguments.above}; try another --perturbation")
     sys.exit(2)
 
@@ -164,8 +172,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--family", default="deepseek_v3_debug")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--processes", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=100, help="in which a run may start")
     parser.add_argument("--above", type=float, default=3)
     parser.add_argument("--perturbation", type=int, default=2, help="seed of the changed weights")
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
@@ -177,8 +187,10 @@ def main() -> None:
     elif arguments.what == "check":
         check(arguments.folder, arguments)
     else:
-        base = trainer_arguments(arguments.family, arguments.folder, arguments.dtype)
-        one_run(arguments.folder, base + arguments.rest)
+        base = trainer_arguments(
+            arguments.family, arguments.folder, arguments.dtype, arguments.steps
+        )
+        one_run(arguments.folder, base + arguments.rest, arguments.steps)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 r"""Export to Hugging Face files, compared with a lower bound, a native step, and torch's writer.
 
-    python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2] [--tp 1] \
+    python benchmarks/hf_export.py [--rounds 5] [--gigabytes 2] [--ranks 2 ...] [--tp 1] \
             [--folder /tmp] [--cases ...]
 
 The weights have the shapes of a Llama of dim 1536 in float32, sharded by FSDP2, or by FSDP2 and
@@ -8,7 +8,8 @@ tensor parallelism. Each round writes them with every variant to a new folder af
 that noise of the disk affects all variants equally. The table has medians of the seconds, and of
 the ratio to the lower bound within a round. All variants call fsync, except torch's consolidation.
 The last column has the bytes that a rank wrote to the disk, as the kernel counts them: a folder in
-memory (tmpfs) has none.
+memory (tmpfs) has none. Several numbers of ranks (`--ranks 8 1`) export the same weights in turn, and
+the last lines have the times of the first number relative to the others.
 
 The lower bound is `safetensors.torch.save_file` of each rank's shard, one file per rank.
 """
@@ -16,6 +17,7 @@ The lower bound is `safetensors.torch.save_file` of each rank's shard, one file 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shutil
@@ -142,7 +144,7 @@ def build_sharded(arguments: argparse.Namespace) -> dict[str, Tensor]:
 
 
 def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """Run every variant once per round on this rank; rank 0 prints the table."""
+    """Run every variant once per round on this rank; rank 0 prints the table and writes the times."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", arguments.ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=arguments.ranks)
@@ -178,6 +180,8 @@ def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
             f"in {len(tensors)} tensors\n"
         )
         report(seconds, cpu, written)
+        medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+        (Path(folder) / "medians.json").write_text(json.dumps(medians))
     group.destroy()
     dist.destroy_process_group()
 
@@ -221,7 +225,7 @@ def main() -> None:
         "--rounds", type=int, default=5, help="interleaved rounds, after a warm-up round"
     )
     parser.add_argument("--gigabytes", type=float, default=2.0, help="size of the float32 weights")
-    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--tp", type=int, default=1, help="tensor-parallel degree")
     parser.add_argument(
         "--folder", help="folder on the measured disk (default: the system's temporary folder)"
@@ -230,14 +234,23 @@ def main() -> None:
     every += ";native"
     parser.add_argument("--cases", default=every, help=f"separated by semicolons: {every}")
     arguments = parser.parse_args()
-    print(
-        f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, "
-        f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{arguments.ranks} ranks (tp {arguments.tp}), {arguments.rounds} rounds"
-    )
     os.environ["OMP_NUM_THREADS"] = "1"
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        mp.spawn(measure, (arguments, folder), nprocs=arguments.ranks)
+    medians: dict[int, dict[str, float]] = {}
+    for ranks in arguments.ranks:
+        print(
+            f"{time.strftime('%Y-%m-%d')}, {platform.machine()}, {os.cpu_count()} cores, "
+            f"torch {torch.__version__}, Python {platform.python_version()}, "
+            f"{ranks} ranks (tp {arguments.tp}), {arguments.rounds} rounds",
+            flush=True,
+        )
+        case = argparse.Namespace(**{**vars(arguments), "ranks": ranks})
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            mp.spawn(measure, (case, folder), nprocs=ranks)
+            medians[ranks] = json.loads((Path(folder) / "medians.json").read_text())
+    first, *others = arguments.ranks
+    for ranks in others:
+        for name, seconds in medians[first].items():
+            print(f"{name}: {first} ranks take {seconds / medians[ranks][name]:.2f} x the time of {ranks}")
 
 
 if __name__ == "__main__":
