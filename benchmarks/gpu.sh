@@ -3,16 +3,20 @@
 #
 #   benchmarks/gpu.sh [--only PART,...] [--wheels FOLDER] [FILE]
 #
-# PART     what it runs (all but spikes if not given)
+# PART     what it runs (tests,jobs,compare if not given)
 #   tests    every test that needs a GPU
-#   jobs     13 trainings of 30 steps, more with several GPUs: seconds to start, tokens/s, MFU, memory (of the 8 large ones)
+#   jobs     8 trainings beside TorchTitan 0.2.2, where it is installed, a bare loop, and `titan plan`: speed, memory,
+#            errors of the plans, steps during a save (benchmarks/gpu_jobs.py); with several GPUs 3 layouts too
 #   compare  30 runs on the GPU and on the CPU (benchmarks/cpu_gpu.py)
-#   spikes   equal runs of a mixture of experts, gradient norms compared (benchmarks/gradient_spikes.py), 2 minutes
-# FOLDER   wheels of the packages that a machine with nothing but torch lacks
+#   spikes   20 equal runs of a mixture of experts, eager and compiled: gradient norms (benchmarks/gradient_spikes.py),
+#            6 minutes
+#   storage  an export of STORAGE_GB (16) by 8 ranks and by one, which needs 16 cores and no GPU (benchmarks/hf_export.py)
+# FOLDER   wheels of the packages that a machine with nothing but torch lacks, and of TorchTitan
 # FILE     gpu-<host>-<date>.txt if not given
 #
 # PYTHON names the interpreter (python3); its torch must see a GPU. Needs no network. Each command has a time limit of its
 # own; one that fails or runs out of time is reported in the file, and the next one starts. Returns the number that failed.
+# WORK=tiny makes the jobs tiny; with it, or for `storage` alone, no GPU is needed.
 set -uo pipefail
 
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -28,8 +32,8 @@ while [[ ${1:-} == --* ]]; do
   shift 2 || { echo "$1 needs a value" >&2; exit 2; }
 done
 for name in ${parts//,/ }; do
-  [[ $name =~ ^(tests|jobs|compare|spikes)$ ]] || {
-    echo "--only $name: no such part. Expected some of tests,jobs,compare,spikes" >&2
+  [[ $name =~ ^(tests|jobs|compare|spikes|storage)$ ]] || {
+    echo "--only $name: no such part. Expected some of tests,jobs,compare,spikes,storage" >&2
     exit 2
   }
 done
@@ -44,7 +48,7 @@ if [ -n "$wheels" ]; then
   "$PYTHON" -m pip install --quiet --no-index --no-deps --target "$OUT/site" "$wheels"/*.whl || exit 1
 fi
 NGPU=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count())') || exit 1
-if [ "$NGPU" -eq 0 ]; then
+if [ "$NGPU" -eq 0 ] && [ "${WORK:-}" != tiny ] && [ "$parts" != storage ]; then
   echo "torch sees no GPU. Expected at least one: check nvidia-smi, CUDA_VISIBLE_DEVICES and torch.version.cuda" >&2
   exit 1
 fi
@@ -83,10 +87,9 @@ finish() {
 
 # train SECONDS NAME RANKS CONFIG ARGUMENTS...: 30 steps of the trainer; then its rows of metrics.jsonl
 train() {
-  local limit=$1 name=$2 ranks=$3 config=$4 folder="$OUT/$2" launcher=() code
+  local limit=$1 name=$2 ranks=$3 config=$4 folder="$OUT/$2" code
   shift 4
-  [ "$ranks" -eq 1 ] || launcher=(-m torch.distributed.run --standalone --nproc_per_node="$ranks")
-  part "$limit" "train: $name" "$PYTHON" "${launcher[@]}" \
+  part "$limit" "train: $name" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$ranks" \
     -m torchtitan_like.train --job.config_file "train_configs/$config.toml" --job.dump_folder "$folder" \
     --training.steps 30 --lr_scheduler.warmup_steps 2 --training.mixed_precision_param bfloat16 --metrics.log_freq 10 \
     --metrics.no-enable_tensorboard --validation.no-enable --checkpoint.no-enable "$@" >"$OUT/$name.log"
@@ -107,42 +110,26 @@ PY
   return "$code"
 }
 
-# Small models show that they work: they share the machine with the tests and comparisons.
-start_small_jobs() {
-  start qwen3-moe train 180 qwen3-moe 1 qwen3_moe_debug
-  start qwen3-moe-compiled train 180 qwen3-moe-compiled 1 qwen3_moe_debug --compile.enable
-  start deepseek-compiled train 180 deepseek-compiled 1 deepseek_v3_debug --compile.enable
-  start gpt-oss-compiled train 180 gpt-oss-compiled 1 gpt_oss_debug --compile.enable
-  start llama4 train 180 llama4 1 llama4_debug
+# The card alone: what it shows is speed and memory. All of it ends 8 minutes after the start of this script.
+run_jobs() {
+  local large="debug_model --model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
+  part $((475 - SECONDS)) "jobs" "$PYTHON" -m benchmarks.gpu_jobs run "$OUT/jobs" --seconds $((425 - SECONDS))
+  if [ "$NGPU" -gt 1 ]; then
+    part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
+      -m torchtitan_like node bench --sizes 1MB,32MB,1GB
+    # shellcheck disable=SC2086 # several arguments
+    train 40 fsdp-1b "$NGPU" $large
+    train 30 tensor-parallel 2 debug_model --parallelism.tensor_parallel_degree 2
+    train 30 pipeline 2 debug_model --parallelism.pipeline_parallel_degree 2
+  fi
 }
 
-# These have the GPU for themselves: what they show is speed and memory.
-run_large_jobs() {
-  local large="debug_model --model.flavor 1B --training.seq_len 8192 --training.local_batch_size 1"
-  local op="--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option op"
-  local float8="--model.converters quantize.linear.float8 --quantize.linear.float8.recipe_name rowwise"
-  float8+=" --quantize.linear.float8.filter_fqns output"
-  local half="--training.dtype bfloat16 --optimizer.state_dtype bfloat16"
-  local save="--checkpoint.enable --checkpoint.interval 20 --checkpoint.last_save_model_only"
-  # shellcheck disable=SC2086 # several arguments
-  {
-    train 30 debug 1 debug_model --training.local_batch_size 8 --training.seq_len 2048
-    train 30 debug-graphs 1 debug_model --training.local_batch_size 8 --training.seq_len 2048 --compile.cuda_graphs
-    train 40 1b 1 $large
-    train 60 1b-compiled 1 $large --compile.enable
-    train 40 1b-op 1 $large $op
-    train 60 1b-full-compiled 1 $large --compile.enable --activation_checkpoint.mode full
-    train 80 1b-float8-compiled 1 $large --compile.enable $float8
-    train 60 1b-saved 1 $large $save --checkpoint.async_mode async_with_pinned_mem
-    train 80 8b-full-compiled 1 $large $half --model.flavor 8B --compile.enable --activation_checkpoint.mode full
-    if [ "$NGPU" -gt 1 ]; then
-      part 25 "all-reduce" "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node="$NGPU" \
-        -m torchtitan_like node bench --sizes 1MB,32MB,1GB
-      train 40 fsdp-1b "$NGPU" $large
-      train 30 tensor-parallel 2 debug_model --parallelism.tensor_parallel_degree 2
-      train 30 pipeline 2 debug_model --parallelism.pipeline_parallel_degree 2
-    fi
-  }
+find_spikes() {
+  local mode script=benchmarks/gradient_spikes.py
+  for mode in eager compiled; do
+    part 180 "spikes, $mode" "$PYTHON" $script runs "$OUT/spikes-$mode" --runs 20 --steps 100 -- \
+      "--compile.$([ $mode = eager ] && echo no-)enable"
+  done
 }
 
 {
@@ -156,11 +143,13 @@ run_large_jobs() {
   if is_wanted compare; then
     start compare part 180 "compare with the CPU" "$PYTHON" -m benchmarks.cpu_gpu
   fi
-  is_wanted jobs && start_small_jobs
+  is_wanted jobs && start plans part 180 "plans" "$PYTHON" -m benchmarks.gpu_jobs plan "$OUT/jobs"
   finish
-  is_wanted jobs && run_large_jobs
-  if is_wanted spikes; then
-    part 120 "spikes" "$PYTHON" benchmarks/gradient_spikes.py runs "$OUT/spikes" --seconds 90
+  is_wanted jobs && run_jobs
+  is_wanted spikes && find_spikes
+  if is_wanted storage; then
+    part 400 "storage" "$PYTHON" benchmarks/hf_export.py --rounds 1 --gigabytes "${STORAGE_GB:-16}" --ranks 8 1 \
+      --cases "direct, 4;native" --folder "$OUT"
   fi
   echo
   echo "# $failed parts failed; $SECONDS s in all"

@@ -250,7 +250,9 @@ def main() -> None:
     first, *others = arguments.ranks
     for ranks in others:
         for name, seconds in medians[first].items():
-            print(f"{name}: {first} ranks take {seconds / medians[ranks][name]:.2f} x the time of {ranks}")
+            print(
+                f"{name}: {first} ranks take {seconds / medians[ranks][name]:.2f} x the time of {ranks}"
+            )
 
 
 if __name__ == "__main__":

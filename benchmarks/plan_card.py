@@ -42,6 +42,7 @@ if os.environ.get("WORK") == "tiny":
     SHAPES = dict.fromkeys(MODELS, (2, 64))
 OPTIONS = {
     "eager": "--activation_checkpoint.mode=none",
+    "graphs": "--activation_checkpoint.mode=none --compile.cuda_graphs",
     "op": "--activation_checkpoint.mode=selective --activation_checkpoint.selective_ac_option=op",
     "compiled": "--activation_checkpoint.mode=none --compile.enable",
     "full, compiled": "--activation_checkpoint.mode=full --compile.enable",

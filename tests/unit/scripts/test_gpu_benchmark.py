@@ -8,22 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cpu_gpu
+from benchmarks import cpu_gpu, gpu_jobs
 from tests.harness.runner import ROOT
 from torchtitan_like.config import load_config
 
-# Stands in for an interpreter whose torch sees one GPU, and for nvidia-smi.
+# Stands in for an interpreter whose torch sees NUM_GPUS, and for nvidia-smi.
 STUB = """#!/usr/bin/env bash
 echo "$(basename "$0") $*" >>"$COMMANDS"
 case "$*" in
-  *device_count*) echo 1 ;;
-  *pip*) mkdir "${@: -2:1}" ;;
+  *device_count*) echo $NUM_GPUS ;;
+  *"pip install"*) mkdir "${@: -2:1}" ;;
   *pytest*) exit 3 ;;
 esac
 """
 
 
-def run_script(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
+def run_script(folder: Path, *arguments: str, num_gpus: int = 1) -> tuple[int, list[str], str]:
     """Run the script with stubs; return its code, the commands it has run, and its output."""
     for name in ("python3", "nvidia-smi"):
         (folder / name).write_text(STUB)
@@ -32,6 +32,7 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
         **os.environ,
         "PATH": f"{folder}:{os.environ['PATH']}",
         "COMMANDS": str(folder / "commands"),
+        "NUM_GPUS": str(num_gpus),
     }
     script = subprocess.run(
         [ROOT / "benchmarks/gpu.sh", *arguments, folder / "report"],
@@ -42,28 +43,39 @@ def run_script(folder: Path, *arguments: str) -> tuple[int, list[str], str]:
     return script.returncode, lines, script.stdout + script.stderr
 
 
-def test_all_parts_run_and_failures_are_counted(tmp_path: Path) -> None:
-    code, commands, output = run_script(tmp_path)
+@pytest.mark.parametrize(("num_gpus", "num_trainings"), [(1, 0), (2, 3)])
+def test_all_parts_run_and_failures_are_counted(
+    tmp_path: Path, num_gpus: int, num_trainings: int
+) -> None:
+    code, commands, output = run_script(tmp_path, num_gpus=num_gpus)
     assert code == 1, output
     report = (tmp_path / "report").read_text()
     assert "exit code 3" in report and "# 1 parts failed" in report and report in output
     trainings = [line for line in commands if " torchtitan_like.train " in line]
-    assert len(trainings) == 14
+    assert len(trainings) == num_trainings
     for line in trainings:
         load_config(line.split(" torchtitan_like.train ")[1].split())
-    assert sum("benchmarks.cpu_gpu" in line for line in commands) == 1
-    assert not any("gradient_spikes" in line for line in commands)
+    for program in ("benchmarks.cpu_gpu", "benchmarks.gpu_jobs plan", "benchmarks.gpu_jobs run"):
+        assert sum(program in line for line in commands) == 1, program
+    assert not any("gradient_spikes" in line or "hf_export" in line for line in commands)
+
+
+@pytest.mark.parametrize("name", gpu_jobs.JOBS)
+def test_jobs_have_settings_that_exist(name: str) -> None:
+    config = load_config(gpu_jobs.arguments_of(name))
+    assert config.checkpoint.enable == (name == gpu_jobs.SAVED)
 
 
 def test_parts_are_selected_and_wheels_are_installed(tmp_path: Path) -> None:
     (tmp_path / "wheels").mkdir()
     (tmp_path / "wheels/xxhash.whl").touch()
-    options = ("--only", "compare,spikes", "--wheels", str(tmp_path / "wheels"))
+    options = ("--only", "compare,spikes,storage", "--wheels", str(tmp_path / "wheels"))
     code, commands, output = run_script(tmp_path, *options)
     assert code == 0, output
     assert [line for line in commands if "xxhash.whl" in line and "--no-index" in line]
-    assert not any("-m pytest" in line or " torchtitan_like.train " in line for line in commands)
-    assert any("gradient_spikes.py runs" in line for line in commands)
+    assert not any("-m pytest" in line or "gpu_jobs" in line for line in commands)
+    assert sum("gradient_spikes.py runs" in line for line in commands) == 2
+    assert sum("hf_export.py" in line for line in commands) == 1
     code, _, output = run_script(tmp_path, "--only", "tests,speed")
     assert code == 2 and "--only speed: no such part" in output
 
