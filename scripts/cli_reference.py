@@ -15,8 +15,8 @@ INTRODUCTION = """\
 # The `titan` command
 
 `titan COMMAND --help` shows the same on the terminal. `python -m torchtitan_like` is the same program.
-`titan train` and `titan check` also take every [setting](config.md) as `--section.key VALUE`. The codes that a run returns are
-in [exit codes](exit_codes.md). Other commands return 0, or 2 for wrong input, where nothing else is stated.
+`titan train`, `titan check` and `titan bench` also take every [setting](config.md) as `--section.key VALUE`. The codes that a
+run returns are in [exit codes](exit_codes.md). Other commands return 0, or 2 for wrong input, where nothing else is stated.
 """
 
 

@@ -338,6 +338,7 @@ CHECKS = {
         parse_titan(words[1:]) if "best.toml" in words else check_titan(words[2:])
     ),
     "titan train ": lambda words: check_train(words),
+    "titan bench ": lambda words: parse_titan(words[1:]),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),

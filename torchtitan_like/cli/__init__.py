@@ -148,6 +148,9 @@ COMMANDS = (
         "check", "Start", "check a configuration without training", "train", takes_settings=True
     ),
     Command(
+        "bench", "Start", "train with varied settings, and compare", "train", takes_settings=True
+    ),
+    Command(
         "config", "Start", "list, show or copy the configurations of the package", verbs=CONFIG
     ),
     Command("help", "Start", "explain settings: a section, or a key", "config"),
@@ -310,6 +313,9 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
     option, are its values. `key=value` is no CONFIG: the settings report how to write it.
     """
     options = _option_names(parser)
+    with_value = {
+        name for name, action in parser._option_string_actions.items() if action.nargs != 0
+    }
     own: list[str] = []
     settings: list[str] = []
     target = own
@@ -325,7 +331,8 @@ def _parse_with_settings(parser: argparse.ArgumentParser, words: list[str]) -> a
         elif re.fullmatch("-[a-z]", word):  # a short option such as -h or -o; -1 is a value
             target = own
         is_assignment = equals and name.replace(".", "").isidentifier() and not Path(word).exists()
-        (settings if target is own and is_assignment else target).append(word)
+        is_value = bool(own) and own[-1] in with_value  # such as of --vary KEY=VALUE,VALUE
+        (settings if target is own and is_assignment and not is_value else target).append(word)
     arguments = parser.parse_args(own)
     arguments.settings = settings
     arguments.words = words

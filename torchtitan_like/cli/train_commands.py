@@ -1,4 +1,4 @@
-"""`titan train` and `titan check`: train, or only check a configuration."""
+"""`titan train`, `titan check` and `titan bench`: train, check a configuration, compare some."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import argparse
 import os
 import sys
 
-from torchtitan_like.cli.common import names_config, positive_int, settings_of
+from torchtitan_like.cli.common import names_config, non_negative_int, positive_int, settings_of
 from torchtitan_like.util.exit_codes import WRONG_INPUT
+from torchtitan_like.util.output import show_error
 
 DEFAULT_CONFIG = "debug_model.toml"
 DOES_NOT_FIT = 1
@@ -91,7 +92,6 @@ def run_check(arguments: argparse.Namespace) -> int:
     from torchtitan_like.check import load_for_command
     from torchtitan_like.config import ConfigError, dump_toml
     from torchtitan_like.config.problems import report
-    from torchtitan_like.util.output import show_error
 
     gpu = None
     if arguments.plan is not None:
@@ -130,3 +130,80 @@ def run_check(arguments: argparse.Namespace) -> int:
     is_fitting, lines = check_fit(config, arguments.world_size, gpu)
     show_error("\n".join(lines))
     return os.EX_OK if is_fitting else DOES_NOT_FIT
+
+
+# ---- titan bench
+
+
+def configure_bench(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file of the base")
+    parser.add_argument(
+        "--vary",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
+        help="values of a setting; a semicolon between them allows commas in them; repeat it for "
+        "other settings, each varied against the base",
+    )
+    parser.add_argument("--grid", action="store_true", help="run all combinations of the values")
+    parser.add_argument(
+        "--repeat",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="runs of each variant, with debug.seed, debug.seed + 1, ... (default: 1)",
+    )
+    parser.add_argument("--nproc", metavar="RANKS", help="of each run, see titan train [NGPU]")
+    parser.add_argument(
+        "--plan", metavar="GPU", help="also predict memory and step time on this GPU"
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--array-index",
+        type=non_negative_int,
+        metavar="I",
+        help="run only run I, from 0 [SLURM_ARRAY_TASK_ID]",
+    )
+    mode.add_argument(
+        "--collect", action="store_true", help="run nothing, only write the CSV file and the page"
+    )
+    parser.epilog = (
+        "All configurations are checked first. Each run has a folder below job.dump_folder, which\n"
+        "then has bench.csv with one row a run, and bench.html (extra `report`) with all curves and\n"
+        "95 % confidence intervals over the repeats. The same command continues after Ctrl-C or a\n"
+        "kill, and skips the runs that are done. A run that fails does not end the bench.\n"
+        "Returns 0 if all runs are done, else the code of the first run that is not; 2 for wrong\n"
+        "arguments, 78 for configurations that cannot work.\n\n"
+        "example: titan bench debug_model.toml --vary optimizer.lr=4e-4,16e-4 --repeat 3 "
+        "--training.steps 20"
+    )
+
+
+def run_bench(arguments: argparse.Namespace) -> int:
+    """Run the bench, or one of its runs. Returns the exit code."""
+    if not names_config(arguments):
+        show_error("titan bench: CONFIG is missing. Expected a TOML file: name it")
+        return WRONG_INPUT
+    from torchtitan_like.bench import execution
+    from torchtitan_like.config import ConfigError
+    from torchtitan_like.launcher.options import LaunchError
+
+    index = arguments.array_index
+    if index is None and not arguments.collect and "SLURM_ARRAY_TASK_ID" in os.environ:
+        index = int(os.environ["SLURM_ARRAY_TASK_ID"])
+    bench = execution.Bench(
+        settings=settings_of(arguments),
+        vary=arguments.vary,
+        is_grid=arguments.grid,
+        num_repeats=arguments.repeat,
+        nproc=arguments.nproc,
+        gpu=arguments.plan,
+        array_index=index,
+        only_collects=arguments.collect,
+    )
+    try:
+        return execution.run_bench(bench)
+    except (ConfigError, LaunchError, ValueError) as error:
+        show_error(str(error))
+        return os.EX_CONFIG if isinstance(error, ConfigError) else WRONG_INPUT

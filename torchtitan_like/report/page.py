@@ -37,6 +37,15 @@ NONE = "–"
 _SCRIPT = re.compile(r"<script\b[^>]*>(.*?)</script>", re.DOTALL)
 
 
+class Table(NamedTuple):
+    """A table above the curves. note: a sentence below it."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str
+
+
 class Number(NamedTuple):
     """A number of the summary. note: what it is of, in small letters."""
 
@@ -63,11 +72,16 @@ class Run(NamedTuple):
 
 
 def render_page(
-    histories: Sequence[History], *, is_redacted: bool, refresh_seconds: float | None = None
+    histories: Sequence[History],
+    *,
+    is_redacted: bool,
+    refresh_seconds: float | None = None,
+    table: Table | None = None,
 ) -> str:
     """Return the HTML of the report of one or several runs.
 
     refresh_seconds: the browser reloads the page after this time; None: never.
+    table: shown first; None: no table.
     """
     runs = [
         Run.of(history, run_color(index, len(histories))) for index, history in enumerate(histories)
@@ -84,6 +98,7 @@ def render_page(
         .render(
             runs=runs,
             title=", ".join(history.run.name for history in histories),
+            table=table,
             comparison=compare(histories) if len(histories) > 1 else None,
             curves=_curves(drawn, marks, shows_events) if charts else None,
             is_redacted=is_redacted,
@@ -353,9 +368,12 @@ def write_page(
     *,
     is_redacted: bool,
     refresh_seconds: float | None = None,
+    table: Table | None = None,
 ) -> int:
-    """Replace the page. Returns its number of bytes."""
-    text = render_page(histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds)
+    """Replace the page. Returns its number of bytes. See `render_page`."""
+    text = render_page(
+        histories, is_redacted=is_redacted, refresh_seconds=refresh_seconds, table=table
+    )
     html = text.encode(errors="replace")
     write_atomically(page, html)
     return len(html)

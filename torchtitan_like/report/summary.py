@@ -116,8 +116,8 @@ def compare(histories: Sequence[History]) -> dict[str, Any]:
     keys = sorted({key for other in configs[1:] for key in diff_settings(configs[0], other)})
     return {
         "config_differences": {key: [config.get(key) for config in configs] for key in keys},
-        "loss_at_equal_tokens": _losses_at(histories, [h.tokens for h in histories]),
-        "loss_at_equal_hours": _losses_at(histories, [h.hours(h.time) for h in histories]),
+        "loss_at_equal_tokens": losses_at(histories, [h.tokens for h in histories]),
+        "loss_at_equal_hours": losses_at(histories, [h.hours(h.time) for h in histories]),
     }
 
 
@@ -126,10 +126,10 @@ def changes_as_json(changes: Changes) -> dict[str, list[Any]]:
     return {key: list(values) for key, values in changes.items()}
 
 
-def _losses_at(histories: Sequence[History], positions: Sequence[Floats]) -> list[dict[str, Any]]:
+def losses_at(histories: Sequence[History], positions: Sequence[Floats]) -> list[dict[str, Any]]:
     """Return the smoothed loss of each run at quarters of the shortest run.
 
-    positions: tokens or hours of the rows of each run. None where a run has no row up to there.
+    positions: tokens, hours or seconds of the rows of each run. None where a run has no row up to there.
     """
     ends = [_max(values) for values in positions]
     if any(end is None or end <= 0 for end in ends):

@@ -84,6 +84,7 @@ def run_python(words: list[str], folder: Path, **env: str) -> str:
 
 # Examples that other files run.
 TESTED_ELSEWHERE = (
+    "bench",  # tests/integration/test_bench.py
     "run ls",
     "run watch",
     "plan search",  # tests/integration/test_plan_search.py
@@ -135,7 +136,7 @@ PRINTING = (
 )
 # Commands that write files, or train.
 WRITING = (
-    *("train", "config copy", "download", "ckpt export"),
+    *("train", "bench", "config copy", "download", "ckpt export"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("run stop", "eval", "node bench", "slurm init", "plan search"),
 )

@@ -1,0 +1,88 @@
+"""A bench that is interrupted and killed has the results of one that is not."""
+
+from __future__ import annotations
+
+import csv
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.harness.runner import ROOT, kill_session, listen_to_signals, trainer_environment
+from torchtitan_like.util.exit_codes import ExitCode
+
+WORDS = (
+    "bench debug_model.toml --vary optimizer.lr=8e-4,4e-4 --repeat 2 --training.steps 120 "
+    "--checkpoint.interval 20 --training.dataset shakespeare_validation --training.seq_len 32 "
+    "--validation.enable false --model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 "
+    "--metrics.log_freq 1 --metrics.enable_tensorboard false --job.dump_folder"
+)
+NAMES = ["base,seed=42", "lr=4e-4,seed=42", "base,seed=43", "lr=4e-4,seed=43"]
+OF_TIME = ("tps", "mfu", "step_s", "memory_gib", "equal_seconds", "loss_at_equal_time")
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_like", *WORDS.split(), str(folder)],
+        cwd=ROOT,
+        env=trainer_environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=listen_to_signals,
+    )
+
+
+def wait_for_rows(run: Path, num_rows: int) -> None:
+    deadline = time.monotonic() + 120
+    file = run / "metrics.jsonl"
+    while not (file.exists() and file.read_bytes().count(b"\n") >= num_rows):
+        assert time.monotonic() < deadline, f"{file} has less than {num_rows} rows"
+        time.sleep(0.01)
+
+
+def read_csv(folder: Path) -> list[dict[str, str]]:
+    with (folder / "bench.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_interrupted_and_killed_bench_equals_an_uninterrupted_one(tmp_path: Path) -> None:
+    uninterrupted = start(tmp_path / "a")
+    output, _ = uninterrupted.communicate(timeout=300)
+    assert uninterrupted.returncode == 0, output
+
+    folder = tmp_path / "b"
+    interrupted = start(folder)
+    wait_for_rows(folder / NAMES[1], 30)
+    interrupted.send_signal(signal.SIGINT)
+    output, _ = interrupted.communicate(timeout=100)
+    assert interrupted.returncode == ExitCode.INTERRUPTED, output
+    assert f"The bench stopped in {NAMES[1]}" in output
+    assert (
+        list((folder / NAMES[1] / "checkpoint").glob("step-*")) and not (folder / NAMES[2]).exists()
+    )
+
+    killed = start(folder)
+    wait_for_rows(folder / NAMES[2], 30)
+    output = kill_session(killed)
+    assert "1 of 4 runs are done already" in output and f"Run 2 of 4, index 1: {NAMES[1]}" in output
+
+    finished = start(folder)
+    output, _ = finished.communicate(timeout=300)
+    assert finished.returncode == 0, output
+    assert "2 of 4 runs are done already" in output and "100%" in output
+    assert (folder / "bench.html").stat().st_size > 1_000_000
+
+    expected, actual = read_csv(tmp_path / "a"), read_csv(folder)
+    assert [row["seed"] for row in actual] == ["42", "42", "43", "43"]
+    for before, after in zip(expected, actual, strict=True):
+        assert before.keys() == after.keys()
+        assert {key: after[key] for key in before if not key.startswith(OF_TIME)} == {
+            key: value for key, value in before.items() if not key.startswith(OF_TIME)
+        }
+        assert after["loss_at_equal_tokens"] and after["loss_at_equal_tokens_ci95"]
+    for name, attempts in zip(NAMES, (1, 2, 2, 1), strict=True):
+        assert len(list((folder / name / "attempts").iterdir())) == attempts

@@ -1,0 +1,1 @@
+"""`titan bench`: run a configuration several times with varied settings, and compare the runs."""
