@@ -269,7 +269,7 @@ def build_model(run: RankRun, data: DataParts) -> ShardedModel:
     run.clock.begin_next()
     if run.origin.initializes:
         for part in model.parts:
-            initialize(part, run.spec.init_table(run.args), run.seed)
+            initialize(part, run.spec.init_table(run.args), run.seed, run.spec.scale)
     return model
 
 
@@ -410,6 +410,7 @@ def build_optimization(run: Run, parts: nn.ModuleList, world: World, seed: int) 
         torch.device("cpu") if config.training.enable_cpu_offload else world.device,
         seed,
         settings,
+        run.spec.scale,
     )
     optimizer = build_optimizer(named, config.optimizer, context, world.all_ranks)
     ema = AveragedWeights(optimizer.named, config.ema) if config.ema.enable else None

@@ -11,6 +11,7 @@ from torchtitan_like.check.environment import describe_missing
 from torchtitan_like.check.rules.keys import HF_ASSETS, MODEL_KEYS, ROTATE
 from torchtitan_like.config.problems import ConfigError, Problem, no_effect_warning
 from torchtitan_like.models.argument_rules import unsupported_attention, unsupported_backend
+from torchtitan_like.models.parametrization import find_problems, parametrize
 from torchtitan_like.models.spec import get_spec, num_mtp_layers, resolve_args
 from torchtitan_like.util.reading import read_json
 from torchtitan_like.util.suggestions import did_you_mean
@@ -95,7 +96,7 @@ def check_model(config: JobConfig) -> CheckedModel:
         problem = Problem("model.flavor", None, expected, remedy, involves=("model.name",))
         return CheckedModel(None, None, [problem])
     try:
-        return CheckedModel(spec, resolve_args(spec, section.flavor, section.args))
+        args = resolve_args(spec, section.flavor, section.args)
     except ValueError as error:
         problems = [
             Problem(
@@ -107,6 +108,23 @@ def check_model(config: JobConfig) -> CheckedModel:
             for line in str(error).splitlines()
         ]
         return CheckedModel(None, None, problems)
+    if section.parametrization == "standard":
+        return CheckedModel(spec, args)
+    try:
+        base = resolve_args(spec, section.flavor, {**section.args, **section.base_args})
+        lines = find_problems(spec, args, base, section.base_args)
+        if section.parametrization == "mup" and base.n_layers != args.n_layers:
+            lines.append('n_layers: only model.parametrization = "completep" transfers over depth')
+    except ValueError as error:
+        lines = str(error).splitlines()
+    if not lines:
+        return CheckedModel(parametrize(spec, args, base), args)
+    involves = ("model.parametrization", *MODEL_KEYS)
+    problems = [
+        Problem("model.base_args", None, f"sizes of a base model: {line}", involves=involves)
+        for line in lines
+    ]
+    return CheckedModel(spec, args, problems)
 
 
 def check_attention(run: RunContext) -> Iterator[Problem]:

@@ -139,6 +139,13 @@ PLAN = (
         "plan",
         takes_settings=True,
     ),
+    Command(
+        "plan coordinates",
+        "Parametrization",
+        "check that outputs of modules do not grow with the width of a model",
+        "plan",
+        takes_settings=True,
+    ),
 )
 
 # In the order of `titan --help`.

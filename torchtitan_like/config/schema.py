@@ -118,7 +118,7 @@ class JobConfig(Section):
 
     def locate(self, problem: Problem) -> Problem:
         """Add the value of a problem's setting, and the origin of the first written setting."""
-        has_value = "." in problem.key and problem.key != "model.args"
+        has_value = "." in problem.key and problem.key not in ("model.args", "model.base_args")
         value = self.value_of(problem.key) if has_value else None
         written = [key for key in (problem.key, *problem.involves) if self.is_set(key)]
         origin = self.origin_of(written[0] if written else problem.key)

@@ -85,6 +85,18 @@ class Model(Section):
         {},
         "Arguments of the model that override the flavor's, e.g. dim = 512 or n_layers = 8.",
     )
+    parametrization: Literal["standard", "mup", "completep"] = field(
+        "standard",
+        "How initial weights and learning rates depend on the sizes. mup: as muP, in which the "
+        "hyperparameters of the base model (base_args) stay the best ones over width. completep: "
+        "over width and depth. Both need AdamW.",
+    )
+    base_args: dict[str, Any] = field(
+        {},
+        "Arguments of the base model, for which the hyperparameters were chosen, where they differ "
+        "from this model's, e.g. dim = 256 and n_heads = 4. completep also takes n_layers.",
+        needs=one_of("parametrization", "mup", "completep"),
+    )
 
     @property
     def assets_folder(self) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchtitan_like.models.spec import unscaled
 from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble, scramble_tensor, tensor_key
 
 if TYPE_CHECKING:
-    from torchtitan_like.models.spec import InitRule
+    from torchtitan_like.models.spec import InitRule, ScaleOf
 
 InitTable = tuple[tuple[str, "InitRule"], ...]
 
@@ -61,9 +63,12 @@ def _empty(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 @torch.no_grad()
-def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
+def initialize(
+    model: nn.Module, init_table: InitTable, seed: int, scale_of: ScaleOf = unscaled
+) -> None:
     """Fill each parameter by the first row of `init_table` (fnmatch pattern, rule) that matches.
 
+    scale_of: `ModelSpec.scale`, whose `std` multiplies the values.
     Parameters may be tensors or DTensors, on any device, of any floating dtype. A tied parameter is
     filled once, under its first name. Raises ValueError naming the parameters that match no row.
     """
@@ -77,9 +82,11 @@ def initialize(model: nn.Module, init_table: InitTable, seed: int) -> None:
         rule = rules[name]
         assert rule is not None
         local, _ = _owned(parameter)
+        factor = scale_of(name, parameter.ndim).std
         if rule.kind in ("zeros", "ones"):
-            local.fill_(float(rule.kind == "ones"))
+            local.fill_(factor * (rule.kind == "ones"))
             continue
+        rule = replace(rule, std=rule.std * factor)
         # Round to fp32 first: a bf16 model starts from the rounded weights of the fp32 model.
         key, dtype = tensor_key(seed, name), torch.promote_types(local.dtype, torch.float32)
         for states, block in _blocks(local, parameter, key, first=1):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_like.models.hf_table import Row, Table
-from torchtitan_like.models.spec import InitRule, Upcycling, trunc_normal
+from torchtitan_like.models.spec import InitRule, Upcycling, Widths, trunc_normal
 
 # Rows of `decoder_sharding` for `layers.attention.Attention` and `layers.decoder.FeedForward`.
 ATTENTION = (("attention.w[qkv].weight", "column"), ("attention.wo.weight", "row"))
@@ -145,6 +145,30 @@ def decoder_upcycling(dense_args: Any) -> Upcycling:
             ("moe_inter_dim", "layers.0.feed_forward.w1.weight", 0),
         ),
     )
+
+
+def decoder_widths(
+    queries: str,
+    *,
+    heads: int,
+    feed_forward: int = 0,
+    experts: int = 0,
+    shared_experts: int = 0,
+    latents: tuple[tuple[str, int], ...] = (),
+) -> Widths:
+    """Return the widths of a `Decoder`; queries: see `Widths`.
+
+    heads: width of the values of all heads. feed_forward, experts, shared_experts: of the hidden
+    units of these networks. latents: further rows.
+    """
+    rows = (
+        ("*.attention.wo.weight", heads),
+        ("*.feed_forward.w2.weight", feed_forward),
+        ("*.experts.w2", experts),
+        ("*.shared_experts.w2.weight", shared_experts),
+        *latents,
+    )
+    return Widths(rows, queries)
 
 
 def decoder_init(

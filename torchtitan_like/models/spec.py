@@ -48,6 +48,11 @@ SHARDING_ROLES = {
 }
 
 
+# Sharding role -> number of dimensions of the matrices of hidden layers, which may be stacked. Other
+# tensors are biases, norms, routers, embeddings, and the head.
+MATRIX_ROLES = {"column": 2, "row": 2, "latent": 2, "projection": 2, "experts": 3}
+
+
 # Parts of names of tensors that stay in float32 if a checkpoint is written in another dtype: half
 # precision would round their small updates away. The second one is Hugging Face's name.
 _FLOAT32_NAMES = ("expert_bias", "e_score_correction_bias")
@@ -153,6 +158,38 @@ class Upcycling:
     sizes: tuple[tuple[str, str, int], ...]
 
 
+class Scale(NamedTuple):
+    """Factors of one parameter in a parametrization; see `models.parametrization`.
+
+    std: of the initial weights, and of a norm's initial ones. lr: of the learning rate, by which
+    the weight decay is divided. eps: of Adam's epsilon.
+    """
+
+    std: float = 1.0
+    lr: float = 1.0
+    eps: float = 1.0
+
+
+# (name of a parameter, number of its dimensions) -> its factors
+ScaleOf = Callable[[str, int], Scale]
+
+
+def unscaled(name: str, ndim: int) -> Scale:
+    """Return the factors of the standard parametrization: 1."""
+    return Scale()
+
+
+class Widths(NamedTuple):
+    """The widths from which a parametrization computes its factors.
+
+    inputs: (fnmatch pattern of weights, width of their input). Other weights read `dim` features.
+    queries: pattern of the weights to which all queries are proportional; "" if none exist.
+    """
+
+    inputs: tuple[tuple[str, int], ...]
+    queries: str
+
+
 def tied_output(args: Any) -> Table:
     """Return the pair (alias, parameter) of a tied output head; empty if it is not tied."""
     return (("output.weight", "tok_embeddings.weight"),) if args.enable_weight_tying else ()
@@ -180,6 +217,8 @@ class ModelSpec:
     meta_names(A)            as hf_names for Meta's and TorchTitan's checkpoints; None if none exist
     stage_tensors(A)         what pipeline stages pass on in addition to the hidden states
     upcycling(A)             `Upcycling` from a dense model to this MoE, or why it is not possible
+    widths(A)                `Widths`; None if the family has the standard parametrization only
+    scale                    factors of each parameter; `parametrization.parametrize` sets it
 
     The defaults of these fields describe `layers.decoder.Decoder`:
 
@@ -207,6 +246,8 @@ class ModelSpec:
     meta_names: Callable[[Any], Rows] | None = None
     stage_tensors: Callable[[Any], tuple[StageTensor, ...]] = lambda args: ()
     upcycling: Callable[[Any], Upcycling | str] = lambda args: "the family has no dense model"
+    widths: Callable[[Any], Widths] | None = None
+    scale: ScaleOf = unscaled
     block_pattern: str = "layers.*"
     first_modules: tuple[str, ...] = ("tok_embeddings",)
     last_modules: tuple[str, ...] = ("norm", "output")

@@ -166,7 +166,8 @@ class Adam(Elementwise):
         mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
         square = torch.lerp(state["exp_avg_sq"], grad * grad, 1 - beta2)
         state["exp_avg"], state["exp_avg_sq"] = mean, square
-        denominator = (square / (1 - beta2**step)).sqrt() + self._section.eps
+        eps = self._section.eps * group["eps_factor"]
+        denominator = (square / (1 - beta2**step)).sqrt() + eps
         return mean.mul(group["lr"]).div((1 - beta1**step) * denominator)
 
 

@@ -8,13 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
+from torchtitan_like.models.spec import MATRIX_ROLES, Scale, ScaleOf, unscaled
+
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Optimizer as OptimizerSection
     from torchtitan_like.models.hf_table import Table
-
-# Sharding role -> number of dimensions of the weights that Muon updates: matrices of hidden layers,
-# which may be stacked. AdamW updates biases, norms, routers, embeddings and the head.
-MATRIX_ROLES = {"column": 2, "row": 2, "latent": 2, "projection": 2, "experts": 3}
 
 
 class ParameterGroup(NamedTuple):
@@ -23,6 +21,7 @@ class ParameterGroup(NamedTuple):
     name: of the table in `[optimizer.groups]`; "" for parameters in no group.
     optimizer: a name in `optimizer.OPTIMIZERS`, or "module:name".
     members: the parameters by their canonical names.
+    eps_factor: of `optimizer.eps`.
     """
 
     name: str
@@ -30,6 +29,7 @@ class ParameterGroup(NamedTuple):
     lr: float
     weight_decay: float
     members: list[tuple[str, Tensor]]
+    eps_factor: float = 1.0
 
     def as_torch(self) -> dict[str, Any]:
         """Return the group as torch's optimizers read it; `peak_lr` is what the schedule scales."""
@@ -39,6 +39,7 @@ class ParameterGroup(NamedTuple):
             "peak_lr": self.lr,
             "group": self.name,
             "weight_decay": self.weight_decay,
+            "eps_factor": self.eps_factor,
         }
 
     def as_named(self) -> dict[str, Any]:
@@ -47,15 +48,20 @@ class ParameterGroup(NamedTuple):
 
 
 def group_parameters(
-    named: Iterable[tuple[str, Tensor]], section: OptimizerSection, sharding: Table
+    named: Iterable[tuple[str, Tensor]],
+    section: OptimizerSection,
+    sharding: Table,
+    scale_of: ScaleOf = unscaled,
 ) -> list[ParameterGroup]:
-    """Split parameters by `[optimizer.groups]`, `optimizer.no_weight_decay` and their shape.
+    """Split parameters by `[optimizer.groups]`, `optimizer.no_weight_decay`, shape and scale.
 
     In a group with Muon, the parameters that are no matrices of hidden layers have AdamW.
-    sharding: `ModelSpec.sharding`.
+    sharding, scale_of: `ModelSpec.sharding` and `scale`. AdamW multiplies weight decay by the
+    learning rate. Division by the factor of the learning rate keeps the product, so that a weight
+    decays over as many steps as in the base model (arXiv:2405.13698).
     Raises ValueError if a parameter is in two groups.
     """
-    groups: dict[tuple[str, str, bool], ParameterGroup] = {}
+    groups: dict[tuple[str, str, bool, Scale], ParameterGroup] = {}
     for name, parameter in named:
         matching = section.groups_of(name)
         if len(matching) > 1:
@@ -71,10 +77,12 @@ def group_parameters(
         if optimizer == "Muon" and not is_hidden_matrix(name, parameter.ndim, sharding):
             optimizer = "AdamW"
         is_exempt = any(fnmatchcase(name, pattern) for pattern in section.no_weight_decay)
-        key = (matching[0] if matching else "", optimizer, is_exempt)
+        scale = scale_of(name, parameter.ndim)._replace(std=1.0)  # of initial weights only
+        key = (matching[0] if matching else "", optimizer, is_exempt, scale)
         if key not in groups:
-            weight_decay = 0.0 if is_exempt else settings.weight_decay
-            groups[key] = ParameterGroup(key[0], optimizer, settings.lr, weight_decay, [])
+            weight_decay = 0.0 if is_exempt else settings.weight_decay / scale.lr
+            lr = settings.lr * scale.lr
+            groups[key] = ParameterGroup(key[0], optimizer, lr, weight_decay, [], scale.eps)
         groups[key].members.append((name, parameter))
     return list(groups.values())
 

@@ -11,6 +11,7 @@ import torch
 
 from torchtitan_like.extensions.protocols import Settings
 from torchtitan_like.extensions.user_code import build_optimizer as build_own
+from torchtitan_like.models.spec import ScaleOf, unscaled
 from torchtitan_like.optim import elementwise
 from torchtitan_like.optim.clipping import (
     clipping_divisor,
@@ -46,6 +47,7 @@ class OptimizerContext(NamedTuple):
     device: of the parameters.
     seed: of the run.
     settings: the config sections of user code, by name.
+    scale_of: `ModelSpec.scale`.
     """
 
     sharding: Table
@@ -54,6 +56,7 @@ class OptimizerContext(NamedTuple):
     device: torch.device
     seed: int
     settings: Settings
+    scale_of: ScaleOf = unscaled
 
 
 Builder = Callable[
@@ -94,7 +97,7 @@ def _build(
 ) -> list[torch.optim.Optimizer]:
     """Build one optimizer of torch for each name in use."""
     groups: dict[str, list[ParameterGroup]] = defaultdict(list)
-    for group in group_parameters(named, section, context.sharding):
+    for group in group_parameters(named, section, context.sharding, context.scale_of):
         groups[group.optimizer].append(group)
     if "Muon" in section.names and not groups["Muon"]:
         # Its step is a collective, and this pipeline stage has no matrices.
@@ -423,9 +426,8 @@ def build_adam(groups: list[ParameterGroup], section: OptimizerSection) -> torch
     parameters = [p for group in groups for _, p in group.members]
     is_on_gpu = any(not p.is_cpu for p in parameters)
     optimizer: torch.optim.Optimizer = kinds[groups[0].optimizer](
-        [group.as_torch() for group in groups],
+        [group.as_torch() | {"eps": section.eps * group.eps_factor} for group in groups],
         betas=(section.beta1, section.beta2),
-        eps=section.eps,
         fused=fused,
         foreach=section.implementation == "foreach",
         # Step counts are on the GPU, so that `step_or_restore` can revert them.

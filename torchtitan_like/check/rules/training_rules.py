@@ -167,6 +167,20 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
         ("optimizer.groups",),
     ),
     Rule(
+        "parametrized-optimizer",
+        "optimizer.name",
+        lambda run: (
+            run.config.model.parametrization != "standard"
+            and not run.config.optimizer.names <= {"AdamW", "AdamW8bit"}
+        ),
+        lambda run: (
+            f"AdamW or AdamW8bit, also in groups, with model.parametrization = "
+            f'"{run.config.model.parametrization}": its learning rates are those of AdamW'
+        ),
+        'set it to "AdamW"',
+        ("optimizer.groups", "model.parametrization"),
+    ),
+    Rule(
         "accumulated-early-step",
         EARLY_STEP,
         lambda run: (

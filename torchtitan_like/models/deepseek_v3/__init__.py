@@ -34,6 +34,7 @@ register(
         hf_unread=hf.hf_unread,
         hf_copies=hf.hf_copies,
         meta_names=hf.meta_names,
+        widths=flavors.widths,
         upcycling=lambda args: "no dense model has its latent attention",
     )
 )

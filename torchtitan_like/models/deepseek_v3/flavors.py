@@ -22,8 +22,8 @@ from torchtitan_like.models.cost import (
     decoder_cost,
     feed_forward_params,
 )
-from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.spec import InitRule
+from torchtitan_like.models.decoder_tables import decoder_init, decoder_widths
+from torchtitan_like.models.spec import InitRule, Widths
 
 ScoreFunction = Literal["softmax", "sigmoid"]
 
@@ -224,3 +224,19 @@ def init_table(args: DeepSeekArgs) -> tuple[tuple[str, InitRule], ...]:
         modules.append("mtp")
     num_layers = args.n_layers + args.num_mtp_layers
     return decoder_init(args, modules, args.init_std, num_layers=num_layers)
+
+
+def widths(args: DeepSeekArgs) -> Widths:
+    """Return the widths of the weights' inputs."""
+    latents = (
+        ("*.attention.wq_b.weight", args.q_lora_rank),
+        ("*.attention.wkv_b.weight", args.kv_lora_rank),
+    )
+    return decoder_widths(
+        "*.attention.wq_b.weight" if args.q_lora_rank else "*.attention.wq.weight",
+        heads=args.n_heads * args.v_head_dim,
+        feed_forward=args.inter_dim,
+        experts=args.moe_inter_dim,
+        shared_experts=args.num_shared_experts * args.moe_inter_dim,
+        latents=latents,
+    )

@@ -33,6 +33,7 @@ _spec = partial(
     hf_names=hf.hf_names,
     hf_config=hf.hf_config,
     upcycling=flavors.upcycling,
+    widths=flavors.widths,
 )
 register(
     _spec(

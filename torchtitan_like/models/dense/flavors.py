@@ -30,8 +30,8 @@ from torchtitan_like.models.cost import (
     decoder_cost,
     feed_forward_params,
 )
-from torchtitan_like.models.decoder_tables import decoder_init, decoder_upcycling
-from torchtitan_like.models.spec import InitRule, Upcycling
+from torchtitan_like.models.decoder_tables import decoder_init, decoder_upcycling, decoder_widths
+from torchtitan_like.models.spec import InitRule, Upcycling, Widths
 
 # The standard deviation of a linear layer's weights as a function of the model's width h.
 INIT_STD = {
@@ -544,6 +544,17 @@ def init_table(args: DenseArgs) -> tuple[tuple[str, InitRule], ...]:
     modules = ("attention", "experts" if with_experts(args) else "feed_forward")
     has_bias = args.has_qkv_bias or args.mlp_bias
     return decoder_init(args, modules, args.linear_std, args.depth_init, has_bias=has_bias)
+
+
+def widths(args: DenseArgs) -> Widths:
+    """Return the widths of the weights' inputs."""
+    experts = with_experts(args)
+    return decoder_widths(
+        "*.attention.q_norm.weight" if args.has_qk_norm else "*.attention.wq.*",
+        heads=args.n_heads * args.head_dim,
+        feed_forward=args.ffn_dim,
+        experts=experts.moe_inter_dim if experts else 0,
+    )
 
 
 def upcycling(args: DenseArgs) -> Upcycling | str:

@@ -31,6 +31,7 @@ register(
         hf_names=hf.hf_names,
         hf_config=hf.hf_config,
         meta_names=hf.meta_names,
+        widths=flavors.widths,
         upcycling=lambda args: "no dense model has its attention sinks and biased experts",
     )
 )

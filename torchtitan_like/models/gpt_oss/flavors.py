@@ -21,8 +21,8 @@ from torchtitan_like.models.cost import (
     decoder_cost,
     feed_forward_params,
 )
-from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.spec import InitRule
+from torchtitan_like.models.decoder_tables import decoder_init, decoder_widths
+from torchtitan_like.models.spec import InitRule, Widths
 
 
 @dataclass(frozen=True)
@@ -128,3 +128,10 @@ def init_table(args: GptOssArgs) -> tuple[tuple[str, InitRule], ...]:
     Biases and sinks start like the weights of their layer.
     """
     return decoder_init(args, ("whole_block",), args.init_std)
+
+
+def widths(args: GptOssArgs) -> Widths:
+    """Return the widths of the weights' inputs."""
+    return decoder_widths(
+        "*.attention.wq.*", heads=args.n_heads * args.head_dim, experts=args.moe_inter_dim
+    )

@@ -33,5 +33,6 @@ register(
         hf_alternative_names=hf.hf_alternative_names,
         hf_unread=hf.hf_unread,
         meta_names=hf.meta_names,
+        widths=flavors.widths,
     )
 )

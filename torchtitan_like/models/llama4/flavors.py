@@ -20,8 +20,8 @@ from torchtitan_like.models.cost import (
     decoder_cost,
     feed_forward_params,
 )
-from torchtitan_like.models.decoder_tables import decoder_init
-from torchtitan_like.models.spec import InitRule
+from torchtitan_like.models.decoder_tables import decoder_init, decoder_widths
+from torchtitan_like.models.spec import InitRule, Widths
 
 
 @dataclass(frozen=True)
@@ -223,3 +223,14 @@ def init_table(args: Llama4Args) -> tuple[tuple[str, InitRule], ...]:
     """Return TorchTitan's initial weights: (pattern, rule) rows, of which the first match applies."""
     modules = ("attention", "feed_forward", "experts", "shared_experts")
     return decoder_init(args, modules, args.init_std, args.depth_init)
+
+
+def widths(args: Llama4Args) -> Widths:
+    """Return the widths of the weights' inputs. `use_qk_norm` normalizes queries without weights."""
+    return decoder_widths(
+        "" if args.use_qk_norm else "*.attention.wq.weight",
+        heads=args.n_heads * args.head_dim,
+        feed_forward=args.ffn_dim,
+        experts=args.moe_inter_dim,
+        shared_experts=args.moe_inter_dim,
+    )

@@ -1,0 +1,190 @@
+"""Coordinate check: how the outputs of a model's modules grow with its width while it trains.
+
+In a parametrization that transfers hyperparameters, their sizes do not depend on the width after
+any step (Yang et al. 2021, arXiv:2203.03466, appendix D.1).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchtitan_like.check.model_checks import check_model
+from torchtitan_like.config import ConfigError, JobConfig
+from torchtitan_like.distributed.initialize import initialize, materialize
+from torchtitan_like.distributed.matrices import MatrixOwners
+from torchtitan_like.models.layers.head import OutputHead
+from torchtitan_like.models.layers.moe import Router
+from torchtitan_like.models.layers.norm import RMSNorm
+from torchtitan_like.models.parametrization import WIDTH_KEYS
+from torchtitan_like.models.spec import ModelSpec, fit_positions, with_reference_attention
+from torchtitan_like.optim.optimizer import OptimizerContext, build_optimizer
+from torchtitan_like.util.shards import local_positions
+
+TOLERANCE = 0.1  # of a slope
+# A small batch of few different tokens: the parts of an update that are due to chance are then small
+# at narrow widths too. The vocabulary is as small, so that a step is fast.
+BATCH_SIZE, SEQ_LEN = 2, 16
+NUM_IDS, VOCAB_SIZE = 8, 64
+
+
+class Growth(NamedTuple):
+    """The sizes of one module's output after a step, at each width.
+
+    rms: root mean squares, geometric means over seeds. Of heads and routers it is the change since
+        step 0: their first outputs shrink with the width by design.
+    slope: of log rms over log width; 0 if it does not depend on the width.
+    """
+
+    module: str
+    step: int
+    rms: tuple[float, ...]
+    slope: float
+
+    @property
+    def is_flat(self) -> bool:
+        return abs(self.slope) <= TOLERANCE
+
+
+def check_coordinates(
+    config: JobConfig,
+    widths: Sequence[int],
+    num_steps: int,
+    *,
+    num_seeds: int = 6,
+) -> list[Growth]:
+    """Train the model of a configuration at several widths, on one batch of random tokens.
+
+    Heads keep their size, all widths grow in proportion, and the vocabulary has `VOCAB_SIZE` tokens.
+    Each step is one of `[optimizer]` with the peak learning rate, on the CPU. Returns a row for each
+    module and step, 0 to num_steps.
+    Raises ValueError or ConfigError if the model does not exist at a width.
+    """
+    logs: dict[tuple[str, int], list[float]] = {}
+    for width in widths:
+        spec, args = _model_at(config, width)
+        means: dict[tuple[str, int], float] = {}
+        for seed in range(num_seeds):
+            generator = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(NUM_IDS, (BATCH_SIZE, SEQ_LEN + 1), generator=generator)
+            for key, rms in _train(config, spec, args, seed, tokens, num_steps).items():
+                means[key] = means.get(key, 0.0) + math.log(rms) / num_seeds
+        for key, mean in means.items():
+            logs.setdefault(key, []).append(mean)
+    slopes = {key: _slope([math.log(width) for width in widths], ys) for key, ys in logs.items()}
+    return [
+        Growth(*key, tuple(map(math.exp, logs[key])), slope)
+        for key, slope in sorted(slopes.items(), key=lambda item: item[0][1])
+    ]
+
+
+def _model_at(config: JobConfig, width: int) -> tuple[ModelSpec, Any]:
+    """Return the model whose widths are in proportion to `width`."""
+    checked = check_model(config)
+    if checked.problems:
+        raise ConfigError(checked.problems)
+    changes = {}
+    for key in WIDTH_KEYS:
+        if value := getattr(checked.args, key, None):
+            changes[key], rest = divmod(value * width, checked.args.dim)
+            if rest:
+                raise ValueError(
+                    f"width {width}: {key} = {value} would be {value * width / checked.args.dim:g}. "
+                    f"Expected a whole number: choose multiples of the width of one head"
+                )
+    changes["vocab_size"] = VOCAB_SIZE
+    section = config.model.model_copy(update={"args": {**config.model.args, **changes}})
+    scaled = check_model(config.model_copy(update={"model": section}))
+    if scaled.problems:
+        raise ConfigError(scaled.problems)
+    assert scaled.spec is not None
+    return scaled.spec, scaled.args
+
+
+def _train(
+    config: JobConfig, spec: ModelSpec, args: Any, seed: int, tokens: Tensor, num_steps: int
+) -> dict[tuple[str, int], float]:
+    """Train, and return the root mean square of each module's output by module and step.
+
+    tokens: int64 (batch, seq + 1).
+    """
+    args = with_reference_attention(fit_positions(args, tokens.shape[1]))
+    if hasattr(args, "num_mtp_layers"):
+        args = dataclasses.replace(args, num_mtp_layers=0)
+    with torch.device("meta"):
+        model = spec.build(args)
+    materialize(model, torch.device("cpu"))
+    initialize(model, spec.init_table(args), seed, spec.scale)
+    context = OptimizerContext(
+        spec.sharding,
+        partial(MatrixOwners, group=None),
+        local_positions,
+        torch.device("cpu"),
+        seed,
+        config.extra_sections,
+        spec.scale,
+    )
+    section = config.optimizer.model_copy(update={"early_step_in_backward": False})
+    optimizer = build_optimizer(list(model.named_parameters()), section, context)
+    sizes: dict[tuple[str, int], float] = {}
+    first_outputs: dict[str, Tensor] = {}
+    step = 0
+
+    @torch.no_grad()
+    def observe(name: str, module: nn.Module, output: Any) -> None:
+        if not isinstance(output, Tensor):
+            return
+        if isinstance(module, OutputHead | Router):
+            output = output - first_outputs.setdefault(name, output.clone())
+        elif isinstance(module, RMSNorm):  # the multiplier of a tied model is in its weight
+            output = output / spec.scale(f"{name}.weight", 1).std
+        if rms := output.double().square().mean().sqrt().item():
+            sizes[name, step] = rms
+
+    _observe_outputs(model, observe)
+    for step in range(num_steps + 1):  # noqa: B007 (`observe` reads it)
+        logits = model(tokens[:, :-1])
+        optimizer.zero_grad()
+        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.clip_gradients(config.training.max_norm)
+        optimizer.step(torch.zeros(()))
+    return sizes
+
+
+def _observe_outputs(model: nn.Module, observe: Callable[[str, nn.Module, Any], None]) -> None:
+    """Call `observe` with the output of each module, and with the logits of routers."""
+    for name, module in model.named_modules():
+        if isinstance(module, Router):
+            module.logits = _observed(name, module, observe)  # type: ignore[method-assign]
+        elif name:
+            module.register_forward_hook(
+                lambda module, _, output, name=name: observe(name, module, output)
+            )
+
+
+def _observed(
+    name: str, router: Router, observe: Callable[[str, nn.Module, Any], None]
+) -> Callable[[Tensor], Tensor]:
+    """Return `Router.logits`, which `MoE` calls instead of the module, with `observe` after it."""
+    compute = router.logits
+
+    def logits(tokens: Tensor) -> Tensor:
+        output = compute(tokens)
+        observe(name, router, output)
+        return output
+
+    return logits
+
+
+def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """Return the slope of the line of least squares."""
+    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
+    products = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
+    return products / sum((x - mean_x) ** 2 for x in xs)
