@@ -1,11 +1,12 @@
 r"""Loss over the learning rate at several widths, in the standard parametrization and in muP.
 
-    python -m benchmarks.lr_transfer FOLDER [--steps 60] [--section.key value ...]
+    python -m benchmarks.lr_transfer FOLDER [--steps 100] [--section.key value ...]
 
 Trains Llama models of 2 layers, heads of 32 dimensions, on the shipped text: one run for each
-parametrization, width, and learning rate, with the same data, seed, and schedule. The base model of
-muP has width 64, where both parametrizations are the same run. Appends each result to
-FOLDER/lr_transfer.csv (mean training loss of the last 10 steps) and draws FOLDER/lr_transfer.svg.
+parametrization, width, and learning rate, with the same data, seed, and schedule. Initial weights
+have a standard deviation of sqrt(2 / (5 width)) in both. The base model of muP has width 64, where
+both parametrizations are the same run. Appends each result to
+FOLDER/lr_transfer.csv (mean training loss of the last 20 steps) and draws FOLDER/lr_transfer.svg.
 Called again, it runs only what the file lacks.
 """
 
@@ -26,13 +27,13 @@ from torchtitan_like.util.pictures import PALETTE, picture
 ROOT = Path(__file__).resolve().parents[1]
 WIDTHS = (64, 128, 256, 512)
 HEAD = 32
-RATES = tuple(2.0**exponent for exponent in range(-11, -4))
+RATES = tuple(2.0**exponent for exponent in range(-10, -3))
 KINDS = ("standard", "mup")
 Losses = dict[tuple[str, int, float], float]  # by parametrization, width, learning rate
 
 
 def train(kind: str, width: int, lr: float, steps: int, settings: list[str]) -> float:
-    """Return the mean training loss of the last 10 steps; inf after a non-finite loss."""
+    """Return the mean training loss of the last 20 steps; inf after a non-finite loss."""
     with tempfile.TemporaryDirectory() as folder:
         keys = {
             "job.config_file": ROOT / "torchtitan_like/train_configs/debug_model.toml",
@@ -42,6 +43,7 @@ def train(kind: str, width: int, lr: float, steps: int, settings: list[str]) -> 
             "model.args.n_heads": width // HEAD,
             "model.args.n_layers": 2,
             "model.args.multiple_of": 32,
+            "model.args.init_std": "sqrt(2/(5h))",
             "model.parametrization": kind,
             "optimizer.lr": lr,
             "lr_scheduler.warmup_steps": 10,
@@ -68,7 +70,7 @@ def train(kind: str, width: int, lr: float, steps: int, settings: list[str]) -> 
             if "non-finite" not in process.stderr:
                 raise SystemExit(process.stderr[-3000:])
             return float("inf")
-        return fmean(float(row["loss"]) for row in rows[-10:])
+        return fmean(float(row["loss"]) for row in rows[-20:])
 
 
 def read(file: Path) -> Losses:
@@ -112,7 +114,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=100)
     options, settings = parser.parse_known_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     file = options.folder / "lr_transfer.csv"
@@ -121,7 +123,7 @@ def main() -> None:
         writer = csv.writer(stream, lineterminator="\n")
         if not losses:
             writer.writerow(("parametrization", "width", "lr", "loss"))
-        for width in WIDTHS:
+        for width in (WIDTHS[0], *reversed(WIDTHS[1:])):
             for lr in RATES:
                 for kind in KINDS:
                     if (kind, width, lr) in losses:

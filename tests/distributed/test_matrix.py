@@ -185,6 +185,24 @@ def test_bucketed_collectives_give_the_same_results(folder):
     compare(expected, cell, "float64")
 
 
+# Half as wide and deep, with smaller heads: all factors differ from 1.
+COMPLETEP = {
+    "model.parametrization": "completep",
+    "model.base_args.dim": 16,
+    "model.base_args.n_layers": 1,
+    "model.args.enable_weight_tying": "true",
+}
+
+
+def test_a_parametrized_model_equals_one_rank(folder):
+    expected = run_ranks(run_cell, 1, options(str(folder / "completep-1"), "float64", **COMPLETEP))[
+        0
+    ]
+    sharded = {**overrides("fsdp-tp", "together"), **COMPLETEP, "validation.enable": "false"}
+    cell = run_ranks(run_cell, 4, options(str(folder / "completep"), "float64", **sharded))[0]
+    compare(expected, cell, "float64")
+
+
 def test_there_are_enough_cells():
     assert len({cell[:2] for cell in CELLS}) >= 60
 

@@ -139,13 +139,6 @@ PLAN = (
         "plan",
         takes_settings=True,
     ),
-    Command(
-        "plan coordinates",
-        "Parametrization",
-        "check that outputs of modules do not grow with the width of a model",
-        "plan",
-        takes_settings=True,
-    ),
 )
 
 # In the order of `titan --help`.

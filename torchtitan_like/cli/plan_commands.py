@@ -1,4 +1,4 @@
-"""`titan plan`: memory, step time, layouts and parametrization of a configuration, without GPUs."""
+"""`titan plan`: memory, step time and layouts of a configuration, by dry runs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,9 @@ from torchtitan_like.util.output import ProgressLine, show_error, show_problem
 if TYPE_CHECKING:
     from torchtitan_like.config import JobConfig
     from torchtitan_like.plan.clusters import Cluster
-    from torchtitan_like.plan.coordinates import Growth
     from torchtitan_like.plan.gpus import Gpu
 
 NOTHING_FITS = 1
-GROWS = 1
 
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -360,95 +358,3 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
     elif not arguments.json:
         print(f"\n{text}", end="")
     return 0
-
-
-# ---- titan plan coordinates
-
-
-def configure_coordinates(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments."""
-    parser.add_argument("config", nargs="?", metavar="CONFIG", help="the TOML file of the model")
-    parser.add_argument(
-        "--widths",
-        type=_widths,
-        default=(64, 128, 256, 512),
-        metavar="N,N,...",
-        help="values of dim, at least two (default: 64,128,256,512)",
-    )
-    parser.add_argument(
-        "--steps", type=positive_int, default=10, metavar="N", help="to train (default: 10)"
-    )
-    parser.add_argument(
-        "--seeds", type=positive_int, default=6, metavar="N", help="to average over (default: 6)"
-    )
-    parser.add_argument(
-        "--csv", type=Path, metavar="FILE", help="write the size of each output to this file"
-    )
-    parser.epilog = (
-        "Trains the model at several widths on a few random tokens, and prints for each module and\n"
-        "step the slope of log RMS of its output over log width. In muP every slope is near 0 after\n"
-        "any step; of the head and of routers, this holds for the change since step 0. Heads keep\n"
-        "their size. Slopes beyond 0.1 have a *. Returns 0 if none has one, 1 otherwise, 2 for wrong\n"
-        "arguments or widths, and 78 for a configuration that cannot work.\n\n"
-        "example: titan plan coordinates debug_model.toml --model.args.n_layers 2 --optimizer.lr 4e-4 \\\n"
-        "           --model.parametrization mup --model.base_args.dim 64 --model.base_args.n_heads 4"
-    )
-
-
-def run_coordinates(arguments: argparse.Namespace) -> int:
-    """Print the slopes. Returns the exit code."""
-    from torchtitan_like.check import load_for_command
-    from torchtitan_like.config import ConfigError
-    from torchtitan_like.plan.coordinates import check_coordinates
-    from torchtitan_like.util.files import write_atomically
-
-    if not names_config(arguments):
-        show_error("titan plan coordinates: CONFIG is missing. Expected a TOML file: name it")
-        return WRONG_INPUT
-    try:
-        config, _ = load_for_command(settings_of(arguments), None, training=False)
-        rows = check_coordinates(
-            config, arguments.widths, arguments.steps, num_seeds=arguments.seeds
-        )
-    except ConfigError as error:
-        show_error(str(error))
-        return os.EX_CONFIG
-    except ValueError as error:
-        show_error(str(error))
-        return WRONG_INPUT
-    print("\n".join(_slope_lines(rows, arguments.steps)))
-    if arguments.csv is not None:
-        names = ",".join(f"rms_{width}" for width in arguments.widths)
-        lines = [f"module,step,{names},slope"]
-        for row in rows:
-            sizes = ",".join(f"{rms:.6g}" for rms in row.rms)
-            lines.append(f"{row.module},{row.step},{sizes},{row.slope:.4f}")
-        try:
-            write_atomically(arguments.csv, "\n".join(lines) + "\n")
-        except OSError as error:
-            show_problem(error)
-            return WRONG_INPUT
-    return 0 if all(row.is_flat for row in rows) else GROWS
-
-
-def _widths(text: str) -> tuple[int, ...]:
-    """Parse two or more different widths. Raises argparse.ArgumentTypeError."""
-    widths = tuple(map(positive_int, text.split(",")))
-    if len(set(widths)) < 2:
-        raise argparse.ArgumentTypeError(f"it is {text!r}. Expected two widths or more: add one")
-    return widths
-
-
-def _slope_lines(rows: list[Growth], num_steps: int) -> list[str]:
-    """Return a table with a row for each module and a column for each step."""
-    slopes = {(row.module, row.step): f"{row.slope:.2f}{' *'[not row.is_flat]}" for row in rows}
-    modules = list(dict.fromkeys(row.module for row in rows))
-    width = max(map(len, modules))
-    steps = range(num_steps + 1)
-    lines = [f"{'slope after step':<{width}}" + "".join(f"{step:>6} " for step in steps)]
-    for module in modules:
-        cells = (f"{slopes.get((module, step), '- '):>7}" for step in steps)
-        lines.append(f"{module:<{width}}" + "".join(cells))
-    num_growing = sum(not row.is_flat for row in rows)
-    lines.append(f"{num_growing} of {len(rows)} slopes are beyond 0.1")
-    return lines

@@ -1,21 +1,32 @@
 """Coordinate check: how the outputs of a model's modules grow with its width while it trains.
 
+    python -m torchtitan_like.plan.coordinates CONFIG [--widths 64,128,256,512] [--steps 10]
+        [--seeds 6] [--csv FILE] [--section.key VALUE ...]
+
 In a parametrization that transfers hyperparameters, their sizes do not depend on the width after
-any step (Yang et al. 2021, arXiv:2203.03466, appendix D.1).
+any step (Yang et al. 2021, arXiv:2203.03466, appendix D.1). Trains the model at several widths on a
+few random tokens, and prints for each module and step the slope of log RMS of its output over log
+width. Heads and routers show the change since step 0. Slopes beyond 0.1 have a *. Returns 0 if none
+has one, else 1, 2 for wrong arguments or widths, and 78 for a configuration that cannot work.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from torchtitan_like.check import load_for_command
 from torchtitan_like.check.model_checks import check_model
 from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.distributed.initialize import initialize, materialize
@@ -26,8 +37,13 @@ from torchtitan_like.models.layers.norm import RMSNorm
 from torchtitan_like.models.parametrization import WIDTH_KEYS
 from torchtitan_like.models.spec import ModelSpec, fit_positions, with_reference_attention
 from torchtitan_like.optim.optimizer import OptimizerContext, build_optimizer
+from torchtitan_like.util.bundle import find_config
+from torchtitan_like.util.exit_codes import WRONG_INPUT
+from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.output import show_error, show_problem
 from torchtitan_like.util.shards import local_positions
 
+GROWS = 1  # the exit code
 TOLERANCE = 0.1  # of a slope
 # A small batch of few different tokens: the parts of an update that are due to chance are then small
 # at narrow widths too. The vocabulary is as small, so that a step is fast.
@@ -188,3 +204,68 @@ def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
     mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
     products = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
     return products / sum((x - mean_x) ** 2 for x in xs)
+
+
+# ---- the command
+
+
+def slope_lines(rows: Sequence[Growth], num_steps: int) -> list[str]:
+    """Return a table with a row for each module and a column for each step."""
+    slopes = {(row.module, row.step): f"{row.slope:.2f}{' *'[not row.is_flat]}" for row in rows}
+    modules = list(dict.fromkeys(row.module for row in rows))
+    width = max(map(len, modules))
+    steps = range(num_steps + 1)
+    lines = [f"{'slope after step':<{width}}" + "".join(f"{step:>6} " for step in steps)]
+    for module in modules:
+        cells = (f"{slopes.get((module, step), '- '):>7}" for step in steps)
+        lines.append(f"{module:<{width}}" + "".join(cells))
+    num_growing = sum(not row.is_flat for row in rows)
+    lines.append(f"{num_growing} of {len(rows)} slopes are beyond {TOLERANCE}")
+    return lines
+
+
+def csv_lines(rows: Sequence[Growth], widths: Sequence[int]) -> list[str]:
+    """Return a header and a line with all sizes for each row."""
+    lines = [f"module,step,{','.join(f'rms_{width}' for width in widths)},slope"]
+    for row in rows:
+        sizes = ",".join(f"{rms:.6g}" for rms in row.rms)
+        lines.append(f"{row.module},{row.step},{sizes},{row.slope:.4f}")
+    return lines
+
+
+def _parse_widths(text: str) -> tuple[int, ...]:
+    widths = tuple(map(int, text.split(",")))
+    if len(set(widths)) < 2 or min(widths) < 1:
+        raise argparse.ArgumentTypeError(f"it is {text!r}. Expected two widths or more: add one")
+    return widths
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; `argv` as `sys.argv[1:]`. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=find_config)
+    parser.add_argument("--widths", type=_parse_widths, default=(64, 128, 256, 512))
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=6)
+    parser.add_argument("--csv", type=Path)
+    options, settings = parser.parse_known_args(argv)
+    try:
+        words = ["--job.config_file", str(options.config), *settings]
+        config, _ = load_for_command(words, None, training=False)
+        rows = check_coordinates(config, options.widths, options.steps, num_seeds=options.seeds)
+        print("\n".join(slope_lines(rows, options.steps)))
+        if options.csv is not None:
+            write_atomically(options.csv, "\n".join([*csv_lines(rows, options.widths), ""]))
+    except ConfigError as error:
+        show_error(str(error))
+        return os.EX_CONFIG
+    except (OSError, ValueError) as error:
+        show_problem(error)
+        return WRONG_INPUT
+    return 0 if all(row.is_flat for row in rows) else GROWS
+
+
+if __name__ == "__main__":
+    sys.exit(main())

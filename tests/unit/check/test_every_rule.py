@@ -16,6 +16,7 @@ from tests.unit.check.test_rules import (
     FLOAT8,
     ILLEGAL,
     MOE,
+    MUP,
     UNALIGNED,
     arguments,
 )
@@ -79,6 +80,9 @@ EXAMPLES = [
             device="cpu"),
     Example("adamw8bit-without-torchao", "optimizer.name=AdamW8bit", "-m pip install torchao",
             lacks=True),
+    Example("parametrized-optimizer",
+            f"{MUP} optimizer.groups.a.name=Muon optimizer.groups.a.parameters=layers.*",
+            "the learning rates of Muon do not scale like AdamW's"),
     Example("average-of-initial-weights",
             f"ema.enable=true {SAVE} ema.warmup=false training.steps=1000",
             "keeps 90% of the first weights in the average after training.steps = 1000"),

@@ -87,6 +87,7 @@ class Illegal(NamedTuple):
 FLOAT8 = "converters=quantize.linear.float8"
 MOE = "model.name=qwen3 model.flavor=debugmodel_moe"
 DEEPSEEK = "model.name=deepseek_v3 model.flavor=debugmodel"
+MUP = "model.parametrization=mup model.base_args.dim=64"
 MTP = f"{DEEPSEEK} model.args.num_mtp_layers=1"
 ILLEGAL = [
     Illegal("shard=3", 4, "parallelism", "dp_shard 3 x cp 1 x tp 1 x pp 1 = 3, but the world has 4 ranks"),
@@ -156,6 +157,12 @@ ILLEGAL = [
     Illegal("tp=2 async_tp=true compile=true device=cpu", 2, "parallelism.enable_async_tensor_parallel",
             "false without GPUs", "async-tp-on-cpu"),
     Illegal("optimizer.name=Muon early=true", 2, "optimizer.early_step_in_backward", "false with Muon", "muon-early-step"),
+    Illegal(f"{MUP} optimizer.name=Lion", 2, "optimizer.name", 'set it to "AdamW"', "parametrized-optimizer"),
+    Illegal("model.parametrization=mup", 2, "model.base_args", "width of the model for which the learning rate was"),
+    Illegal(f"{MUP} model.base_args.n_heads=3", 2, "model.base_args", "dim = 64: expected a multiple of 2 x n_heads"),
+    Illegal(f"{MUP} model.base_args.heads=3", 2, "model.base_args", "llama3 has no such argument"),
+    Illegal(f"{MUP} model.base_args.vocab_size=512", 2, "model.base_args", "vocab_size: only dim, n_heads, "),
+    Illegal(f"{MUP} model.base_args.n_layers=2", 2, "model.base_args", 'only model.parametrization = "completep"'),
     Illegal("pp=2 early=true", 2, "optimizer.early_step_in_backward", "with pipeline parallelism", "pipelined-early-step"),
     Illegal("pp=2 micro=3", 2, "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"),
     Illegal("pp=2 schedule=Interleaved1F1B local=5", 2, "parallelism.pipeline_parallel_microbatch_size", "5 on 2 ranks"),

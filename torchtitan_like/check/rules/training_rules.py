@@ -154,6 +154,12 @@ TRAINING_RULES: tuple[Rule[RunContext], ...] = (
 
 VALIDATION_RULES = _sequence_rules("validation")
 
+
+def _other_optimizers(run: RunContext) -> list[str]:
+    """Return the optimizers in use for which `models.parametrization` has no learning rates."""
+    return sorted(run.config.optimizer.names - {"AdamW", "AdamW8bit"})
+
+
 OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "adamw8bit-without-torchao",
@@ -169,13 +175,11 @@ OPTIMIZER_RULES: tuple[Rule[RunContext], ...] = (
     Rule(
         "parametrized-optimizer",
         "optimizer.name",
+        lambda run: run.config.model.parametrization != "standard" and bool(_other_optimizers(run)),
         lambda run: (
-            run.config.model.parametrization != "standard"
-            and not run.config.optimizer.names <= {"AdamW", "AdamW8bit"}
-        ),
-        lambda run: (
-            f"AdamW or AdamW8bit, also in groups, with model.parametrization = "
-            f'"{run.config.model.parametrization}": its learning rates are those of AdamW'
+            "AdamW or AdamW8bit, also in groups, with model.parametrization = "
+            f'"{run.config.model.parametrization}": the learning rates of '
+            f"{' and '.join(_other_optimizers(run))} do not scale like AdamW's"
         ),
         'set it to "AdamW"',
         ("optimizer.groups", "model.parametrization"),
