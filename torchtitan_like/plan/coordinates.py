@@ -178,7 +178,7 @@ def _observe_outputs(model: nn.Module, observe: Callable[[str, nn.Module, Any], 
     """Call `observe` with the output of each module, and with the logits of routers."""
     for name, module in model.named_modules():
         if isinstance(module, Router):
-            module.logits = _observed(name, module, observe)  # type: ignore[method-assign]
+            vars(module)["logits"] = _observed(name, module, observe)
         elif name:
             module.register_forward_hook(
                 lambda module, _, output, name=name: observe(name, module, output)
