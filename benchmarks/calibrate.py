@@ -23,13 +23,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from torchtitan_like.config.toml_text import toml_value
 from torchtitan_like.models.spec import get_spec, resolve_args
-from torchtitan_like.monitor.memory import cpu_model, resident_bytes
+from torchtitan_like.monitor.memory import cpu_model
 from torchtitan_like.node.machine import host_name
 from torchtitan_like.node.ranks import join_ranks, launched_ranks
 from torchtitan_like.plan.clusters import Cluster, load_cluster
@@ -389,7 +390,7 @@ def measure_machine(
 
     Call it on all ranks: they work at the same time, as in training. seconds: of all measurements.
     """
-    outside = max(_gather(resident_bytes()))
+    outside = max(_gather(psutil.Process().memory_info().rss))
     _settle_allocator()
     hosts = _gather(host_name())
     per_node = min(Counter(hosts).values())
