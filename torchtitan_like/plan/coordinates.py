@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean, linear_regression
 from typing import Any, NamedTuple
 
 import torch
@@ -83,22 +84,23 @@ def check_coordinates(
     module and step, 0 to num_steps.
     Raises ValueError or ConfigError if the model does not exist at a width.
     """
-    logs: dict[tuple[str, int], list[float]] = {}
+    samples: dict[tuple[str, int], list[float]] = {}  # of all widths and seeds, in this order
     for width in widths:
         spec, args = _model_at(config, width)
-        means: dict[tuple[str, int], float] = {}
         for seed in range(num_seeds):
             generator = torch.Generator().manual_seed(seed)
             tokens = torch.randint(NUM_IDS, (BATCH_SIZE, SEQ_LEN + 1), generator=generator)
             for key, rms in _train(config, spec, args, seed, tokens, num_steps).items():
-                means[key] = means.get(key, 0.0) + math.log(rms) / num_seeds
-        for key, mean in means.items():
-            logs.setdefault(key, []).append(mean)
-    slopes = {key: _slope([math.log(width) for width in widths], ys) for key, ys in logs.items()}
-    return [
-        Growth(*key, tuple(map(math.exp, logs[key])), slope)
-        for key, slope in sorted(slopes.items(), key=lambda item: item[0][1])
-    ]
+                samples.setdefault(key, []).append(rms)
+    xs = [math.log(width) for width in widths for _ in range(num_seeds)]
+    rows = []
+    for key, values in samples.items():
+        if len(values) == len(xs):  # else some outputs were 0
+            starts = range(0, len(xs), num_seeds)
+            means = tuple(geometric_mean(values[i : i + num_seeds]) for i in starts)
+            slope = linear_regression(xs, [math.log(value) for value in values]).slope
+            rows.append(Growth(*key, means, slope))
+    return sorted(rows, key=lambda row: row.step)
 
 
 def _model_at(config: JobConfig, width: int) -> tuple[ModelSpec, Any]:
@@ -177,33 +179,25 @@ def _train(
 def _observe_outputs(model: nn.Module, observe: Callable[[str, nn.Module, Any], None]) -> None:
     """Call `observe` with the output of each module, and with the logits of routers."""
     for name, module in model.named_modules():
-        if isinstance(module, Router):
-            vars(module)["logits"] = _observed(name, module, observe)
+        report = partial(observe, name, module)
+        if isinstance(module, Router):  # `MoE` calls its `logits`, not the module
+            router: Any = module
+            router.logits = _observed(module.logits, report)
         elif name:
-            module.register_forward_hook(
-                lambda module, _, output, name=name: observe(name, module, output)
-            )
+            module.register_forward_hook(lambda *call, report=report: report(call[2]))
 
 
 def _observed(
-    name: str, router: Router, observe: Callable[[str, nn.Module, Any], None]
+    function: Callable[[Tensor], Tensor], report: Callable[[Tensor], None]
 ) -> Callable[[Tensor], Tensor]:
-    """Return `Router.logits`, which `MoE` calls instead of the module, with `observe` after it."""
-    compute = router.logits
+    """Return the function, which also reports its results."""
 
-    def logits(tokens: Tensor) -> Tensor:
-        output = compute(tokens)
-        observe(name, router, output)
+    def call(tokens: Tensor) -> Tensor:
+        output = function(tokens)
+        report(output)
         return output
 
-    return logits
-
-
-def _slope(xs: Sequence[float], ys: Sequence[float]) -> float:
-    """Return the slope of the line of least squares."""
-    mean_x, mean_y = sum(xs) / len(xs), sum(ys) / len(ys)
-    products = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True))
-    return products / sum((x - mean_x) ** 2 for x in xs)
+    return call
 
 
 # ---- the command
@@ -249,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--widths", type=_parse_widths, default=(64, 128, 256, 512))
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--csv", type=Path)
+    parser.add_argument("--csv", type=Path, help="write the size of each output")
     options, settings = parser.parse_known_args(argv)
     try:
         words = ["--job.config_file", str(options.config), *settings]
