@@ -134,8 +134,8 @@ find_spikes() {
 
 {
   echo "torchtitan_like $(git rev-parse --short HEAD 2>/dev/null) on $(hostname), $(date -u +%Y-%m-%dT%H:%MZ), $NGPU GPUs"
-  part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda, torch.cuda.nccl.version())'
-  part 10 "nvidia-smi" nvidia-smi
+  part 10 "versions" "$PYTHON" -c 'import torch; print(torch.__version__, torch.version.cuda)'
+  [ "$NGPU" -eq 0 ] || part 10 "nvidia-smi" nvidia-smi
   part 20 "node check" "$PYTHON" -m torchtitan_like node check --gpus "$NGPU"
   if is_wanted tests; then
     start tests part 180 "tests" "$PYTHON" -m pytest -q -m gpu -n 4 -p no:cacheprovider --durations=0 tests/unit tests/distributed
