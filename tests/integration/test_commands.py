@@ -317,6 +317,7 @@ CHECKS = {
     "python slurm/notify.py ": lambda words: notify.senders_of(
         notify.parse(words[2:]), {"NOTIFY_WEBHOOK": "https://x"}
     ),
+    "python scripts/make_corpus.py ": lambda words: check_program([*words[1:], "--check"]),
     "python scripts/comm_compute.py ": lambda words: comm_compute.main(words[2:]),
     "NCCL_DEBUG_TO=": lambda words: check(words[3:]),
     "python -m torchtitan_like.torchrun ": lambda words: check(["--world-size", "2", *words[6:]]),

@@ -183,6 +183,7 @@ def test_a_bench_continues_after_a_failed_run_and_ends_after_ctrl_c(
     started.clear()
     codes["lr=1,seed=42"] = 130
     (tmp_path / "lr=1,seed=42/KILL").touch()  # titan run stop
+    (tmp_path / "bench.csv").unlink()
     assert cli.main([*words, str(tmp_path)]) == ExitCode.INTERRUPTED
     assert started == ["lr=1,seed=42"] and (tmp_path / "bench.csv").exists()
 
