@@ -108,9 +108,10 @@ def _model_at(config: JobConfig, width: int) -> tuple[ModelSpec, Any]:
     checked = check_model(config)
     if checked.problems:
         raise ConfigError(checked.problems)
+    sizes = dataclasses.asdict(checked.args)
     changes = {}
     for key in WIDTH_KEYS:
-        if value := getattr(checked.args, key, None):
+        if value := sizes.get(key):
             changes[key], rest = divmod(value * width, checked.args.dim)
             if rest:
                 raise ValueError(

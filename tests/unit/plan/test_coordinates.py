@@ -37,6 +37,38 @@ MOE = {
     "optimizer.lr": 4e-4,
 }
 MODELS = {"dense": DENSE, "experts": MOE}
+# Other families with experts.
+SMALL = {
+    "model.flavor": "debugmodel",
+    "model.args.n_heads": 8,
+    "model.args.n_layers": 2,
+    "model.args.num_experts": 4,
+    "model.args.top_k": 2,
+    "model.base_args.dim": 64,
+    "model.base_args.n_heads": 2,
+    "optimizer.lr": 4e-4,
+}
+DEEPSEEK_V3 = {
+    **SMALL,
+    "model.name": "deepseek_v3",
+    "model.args.inter_dim": 512,
+    "model.args.kv_lora_rank": 64,
+    "model.args.qk_nope_head_dim": 16,
+    "model.args.qk_rope_head_dim": 16,
+    "model.args.v_head_dim": 32,
+    "model.args.rope_factor": 1.0,
+    "model.base_args.inter_dim": 128,
+    "model.base_args.moe_inter_dim": 64,
+    "model.base_args.kv_lora_rank": 16,
+}
+LLAMA4 = {
+    **SMALL,
+    "model.name": "llama4",
+    "model.args.n_kv_heads": 4,
+    "model.args.multiple_of": 32,
+    "model.args.interleave_moe_layer_step": 2,
+    "model.base_args.n_kv_heads": 1,
+}
 
 
 def config(model, kind="mup", **changes):
@@ -54,6 +86,13 @@ def test_all_outputs_are_flat_in_mup(model):
     # Each module has a row at each step, except heads and routers at step 0.
     num_readouts = 1 + 2 * (model is MOE)
     assert len(rows) == (STEPS + 1) * len(modules) - num_readouts
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", [DEEPSEEK_V3, LLAMA4], ids=["deepseek_v3", "llama4"])
+def test_all_outputs_of_other_families_are_flat(model):
+    rows = check_coordinates(config(model), WIDTHS, STEPS, num_seeds=4)
+    assert [row for row in rows if not row.is_flat] == []
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
