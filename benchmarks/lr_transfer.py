@@ -100,13 +100,14 @@ def draw(losses: Losses, path: Path) -> None:
                 best = best_rate(losses, kind, width)
                 panel.plot([best], [losses[kind, width, best]], "o", color=color)
             panel.set_xscale("log", base=2)
+            panel.set_xticks(RATES[::2], [f"1/{1 / lr:.0f}" for lr in RATES[::2]])
             panel.set_title(f'parametrization = "{kind}"')
             panel.set_xlabel("optimizer.lr")
             panel.grid(True)
         finite = sorted(losses.values())
         panels[0].set_ylim(finite[0] - 0.1, min(finite[0] + 2.5, finite[-1] + 0.1))
         panels[0].set_ylabel("training loss, nats per token")
-        panels[0].legend(frameon=False)
+        panels[1].legend(frameon=False, loc="upper center")
 
 
 def main() -> None:
