@@ -148,7 +148,14 @@ def play_all(runs: Sequence[DryRun], config: JobConfig, gpu: Gpu, cluster: Clust
                 for item, value in zip(run.recording.work, seconds, strict=True)
             ]
         recording = in_turn(run.recording) if gpu.device_type == "cpu" else run.recording
-        plays.append(play(recording, seconds, gpu.host_operator_us * 1e-6))
+        plays.append(
+            play(
+                recording,
+                seconds,
+                gpu.host_operator_us * 1e-6,
+                is_captured=config.compile.cuda_graphs,
+            )
+        )
     return plays
 
 
@@ -166,6 +173,8 @@ def play(
     recording: Recording,
     seconds: Sequence[float],
     host_operator: float,
+    *,
+    is_captured: bool = False,
 ) -> Played:
     """Run the work between the last two marks on its streams, and return when all of it is done.
 
@@ -173,6 +182,7 @@ def play(
     process group is free: NCCL runs the collectives of a group one after another. Messages between
     stages take no time here. After a copy that the host reads, the host continues when it is done.
     seconds: of each item. host_operator: seconds in which the host issues one operator.
+    is_captured: forward and backward are CUDA graphs, whose operators the host does not issue.
     """
     start, end = (mark.num_work for mark in recording.marks[-2:])
     streams: dict[int, float] = {}
@@ -194,7 +204,7 @@ def play(
                 parts[part_of(recording.work[item.waits_for])] += target - now
             streams[item.stream] = ends[index] = max(now, target)
             continue
-        if seconds[index] > 0:
+        if seconds[index] > 0 and (item.pass_ == "update" or not is_captured):
             host += host_operator
         begin = max(now, host)
         if item.stream == COMPUTE and host > now:

@@ -93,6 +93,13 @@ def test_short_kernels_wait_for_the_host() -> None:
     assert result.parts == {"matrix products": 3, "host": 4}
 
 
+def test_the_host_issues_only_the_update_of_captured_steps() -> None:
+    update = WorkItem("matmul", "mm", 0, "", "update"), 1.0
+    items = compute(1), compute(1), update
+    assert play(*recorded(*items), host_operator=2, is_captured=True).seconds == 3
+    assert play(*recorded(*items), host_operator=4, is_captured=True).seconds == 5
+
+
 @pytest.mark.parametrize(
     ("op", "dimension", "part"),
     [
