@@ -38,23 +38,26 @@ class Coder(NamedTuple):
     quantize: Callable[[Tensor, Tensor], Tensor]
     dequantize: Callable[[Tensor, Tensor, Tensor], Tensor]
 
-    def encode(self, name: str, value: Tensor) -> tuple[Tensor, Tensor]:
+    def encode(self, name: str, value: Tensor) -> dict[str, Tensor]:
         """Return the codes (uint8) and scales (float32, one per block) of a state."""
         table = self.tables[name]
         codes, scales = [], []
         blocks = value.to(torch.float32).reshape(-1, self.block_size)
-        for part in blocks.split(max(1, CHUNK // self.block_size)):
+        # Compiled code has no temporary tensors.
+        is_whole = torch.compiler.is_compiling()
+        for part in [blocks] if is_whole else blocks.split(max(1, CHUNK // self.block_size)):
             scaled, scale = self.scale(part, self.block_size)
             codes.append(self.quantize(scaled, table))
             scales.append(scale)
         num_blocks = value.shape[-1] // self.block_size
-        return (
-            torch.cat(codes).view(value.shape),
-            torch.cat(scales).view(*value.shape[:-1], num_blocks),
-        )
+        return {
+            f"{name}_codes": torch.cat(codes).view(value.shape),
+            f"{name}_scales": torch.cat(scales).view(*value.shape[:-1], num_blocks),
+        }
 
-    def decode(self, name: str, codes: Tensor, scales: Tensor) -> Tensor:
-        """Return the values of a state, float32."""
+    def decode(self, name: str, live: dict[str, Tensor]) -> Tensor:
+        """Return the values of a state, float32. live: all stored tensors of a shard."""
+        codes, scales = live[f"{name}_codes"], live[f"{name}_scales"]
         if not scales.numel():  # a rank without rows; torchao cannot reshape them
             return torch.zeros(codes.shape, device=codes.device)
         blocks = codes.reshape(-1, self.block_size)
@@ -79,18 +82,18 @@ class AdamW8bit(AdamW):
     ) -> None:
         """Build the state. Raises ConfigError if a rank's shard has a part of a block."""
         device = groups[0].members[0][1].device
-        self._coder = _build_coder(section.adamw8bit_block_size, device)
+        self.coder = _build_coder(section.adamw8bit_block_size, device)
         for group in groups:
             for name, parameter in group.members:
                 self._check_shard(name, parameter)
         super().__init__(groups, section, shard_indices, seed)
 
     def _is_coded(self, p: Tensor) -> bool:
-        is_divided = p.ndim > 1 and p.shape[-1] % self._coder.block_size == 0
+        is_divided = p.ndim > 1 and p.shape[-1] % self.coder.block_size == 0
         return is_divided and p.numel() >= MIN_ELEMENTS
 
     def _check_shard(self, name: str, p: Any) -> None:
-        size = self._coder.block_size
+        size = self.coder.block_size
         num_parts = _parts_of_rows(p)
         if self._is_coded(p) and p.shape[-1] % (num_parts * size):
             expected = (
@@ -108,21 +111,8 @@ class AdamW8bit(AdamW):
         states = {}
         for name in self.state_names:
             states[f"{name}_codes"] = torch.zeros_like(p, dtype=torch.uint8)
-            states[f"{name}_scales"] = _zero_scales(p, self._coder.block_size)
+            states[f"{name}_scales"] = _zero_scales(p, self.coder.block_size)
         return states
-
-    def read_state(self, name: str, live: dict[str, Tensor]) -> Tensor:
-        """Return a state of this rank's shard of a parameter."""
-        if name in live:
-            return live[name]
-        return self._coder.decode(name, live[f"{name}_codes"], live[f"{name}_scales"])
-
-    def stored_state(self, name: str, value: Tensor, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that store a state."""
-        if name in live:
-            return {name: value}
-        codes, scales = self._coder.encode(name, value)
-        return {f"{name}_codes": codes, f"{name}_scales": scales}
 
 
 def _build_coder(block_size: int, device: torch.device) -> Coder:

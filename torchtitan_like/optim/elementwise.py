@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchtitan_like.optim.groups import block_of
+from torchtitan_like.util.compile import fused_on_gpu
 from torchtitan_like.util.shards import local_shard
 from torchtitan_like.util.splitmix import SIGNED_GAMMA, scramble_tensor, tensor_key
 
@@ -54,6 +57,9 @@ class Elementwise(GatedOptimizer):
     """
 
     state_names: ClassVar[tuple[str, ...]]
+    _step_supports_amp_scaling = True  # the next step divides gradients by `grad_scale`
+    grad_scale: Tensor | None = None
+    coder: Any = None  # reads and stores coded states
 
     def __init__(
         self,
@@ -67,11 +73,9 @@ class Elementwise(GatedOptimizer):
         self._section = section
         self._seed = seed
         self._names = {p: name for group in groups for name, p in group.members}
-        self._indices: dict[Tensor, list[Tensor]] = {}  # on the device: a copy would wait for it
+        self._places: dict[Tensor, Place] = {}
         if section.bf16_rounding == "stochastic":
-            self._indices = {
-                p: [positions.to(p.device) for positions in shard_indices(p)] for p in self._names
-            }
+            self._places = {p: self._find_place(p, shard_indices) for p in self._names}
         for p in self._names:
             self.state[p] = {"step": torch.zeros((), dtype=torch.float32, device=p.device)}
             self.state[p] |= self.new_states(p)
@@ -84,17 +88,10 @@ class Elementwise(GatedOptimizer):
         dtype = getattr(torch, section.state_dtype) if section.state_dtype else None
         return {name: torch.zeros_like(p, dtype=dtype) for name in self.state_names}
 
-    def read_state(self, name: str, live: dict[str, Tensor]) -> Tensor:
-        """Return a state of this rank's shard of a parameter. live: all its stored tensors."""
-        return live[name]
-
-    def stored_state(self, name: str, value: Tensor, live: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors that store a state, by their names in `live`."""
-        return {name: value}
-
+    @staticmethod
     @abstractmethod
     def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        weight: Tensor, grad: Tensor, state: dict[str, Tensor], settings: Settings
     ) -> Tensor:
         """Return the new weight, and put new tensors into `state`.
 
@@ -103,49 +100,113 @@ class Elementwise(GatedOptimizer):
 
     @torch.no_grad()
     def gated_step(self, skip: Tensor) -> None:
-        """Update all weights and states unless `skip` is 1."""
+        """Divide gradients by `grad_scale`, and update weights and states unless `skip` is 1."""
+        divisor, self.grad_scale = self.grad_scale, None
         for group in self.param_groups:
-            for p in group["params"]:
-                self._update(p, group, skip)
+            parameters = group["params"]
+            steps = [self.state[p]["step"] for p in parameters]
+            torch._foreach_add_(steps, [1 - skip] * len(steps))
+            lr = group["lr"]
+            if not skip.is_cpu:  # a number would be part of the compiled code
+                lr = torch.full((), lr, dtype=torch.float64, device=skip.device)
+            eps = self._section.eps * group["eps_factor"]
+            settings = Settings(self._section, lr, group["weight_decay"], eps)
+            for _, block in groupby(parameters, lambda p: block_of(self._names[p])):
+                shards = [self._shard(p) for p in block]
+                _update_all(
+                    shards, self.state_names, self.update, settings, self.coder, divisor, skip
+                )
 
-    def _update(self, p: Tensor, group: dict[str, Any], skip: Tensor) -> None:
+    def _shard(self, p: Tensor) -> Shard:
         assert p.grad is not None
-        weight = local_shard(p)
-        dtype = torch.promote_types(weight.dtype, torch.float32)
         live = {name: local_shard(value) for name, value in self.state[p].items()}
-        state = {"step": (live["step"] + 1).to(dtype)}
-        state |= {name: self.read_state(name, live).to(dtype) for name in self.state_names}
+        return Shard(live | {"weight": local_shard(p)}, local_shard(p.grad), self._places.get(p))
+
+    def _find_place(self, p: Tensor, shard_indices: ShardIndices) -> Place:
+        """Return where a shard is, on the device: a copy in a step would wait for it."""
+        keys = {
+            name: torch.tensor(tensor_key(self._seed, f"{self._names[p]}.{name}"), device=p.device)
+            for name in ("weight", *self.state_names)
+        }
+        return Place(tuple(p.shape), [i.to(p.device) for i in shard_indices(p)], keys)
+
+
+class Settings(NamedTuple):
+    """The settings of an update. lr: on a GPU 0-dim float64, else a number."""
+
+    section: OptimizerSection
+    lr: Any
+    weight_decay: float
+    eps: float
+
+
+class Place(NamedTuple):
+    """The elements of a shard in the full parameter, for stochastic rounding.
+
+    shape: of the parameter. positions: see `ShardIndices`. keys: of random numbers, 0-dim int64, by
+    the name of the tensor.
+    """
+
+    shape: tuple[int, ...]
+    positions: list[Tensor]
+    keys: dict[str, Tensor]
+
+
+class Shard(NamedTuple):
+    """This rank's shard of a parameter. live: its weight and all its stored states."""
+
+    live: dict[str, Tensor]
+    grad: Tensor
+    place: Place | None
+
+
+@fused_on_gpu
+def _update_all(
+    shards: list[Shard],
+    state_names: tuple[str, ...],
+    update: Callable[..., Tensor],
+    settings: Settings,
+    coder: Any,
+    divisor: Tensor | None,
+    skip: Tensor,
+) -> None:
+    """Update the weights and states of a block unless `skip` is 1.
+
+    On a GPU, one kernel reads and writes each element of a parameter and its states once. Blocks of
+    equal shapes share the compiled code: that of all parameters of a model would compile too long.
+    """
+    for live, grad, place in shards:
+        weight = live["weight"]
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        if divisor is not None:
+            grad = grad / divisor.to(grad.dtype)
+        state = {"step": live["step"].to(dtype)}
+        for name in state_names:
+            stored = live[name] if name in live else coder.decode(name, live)
+            state[name] = stored.to(dtype)
         old = weight.to(dtype)
         if "compensation" in live:
             old = old + live["compensation"]
-        new = self.update(old, local_shard(p.grad).to(dtype), state, group)
+        new = update(old, grad.to(dtype), state, settings)
         if "compensation" in live:
             assign(live["compensation"], new - new.to(weight.dtype), skip)
-        targets = {"weight": weight} | live
-        values = {"weight": new, "step": state["step"]}
-        for name in self.state_names:
-            values |= self.stored_state(name, state[name], live)
-        if self._section.bf16_rounding == "stochastic":
-            values = self._round(p, targets, values)
+        values = {"weight": new}
+        for name in state_names:
+            value = state[name]
+            values |= {name: value} if name in live else coder.encode(name, value)
         for name, value in values.items():
-            assign(targets[name], value, skip)
+            target = live[name]
+            if place is not None and target.dtype == torch.bfloat16:
+                value = _round(value, live["step"], place, name)
+            assign(target, value, skip)
 
-    def _round(
-        self, p: Tensor, targets: dict[str, Tensor], values: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
-        """Return the values, of which those for bfloat16 targets are rounded stochastically."""
-        names = [name for name in values if targets[name].dtype == torch.bfloat16]
-        if not names:
-            return values
-        index = torch.zeros((), dtype=torch.int64, device=p.device)
-        for size, positions in zip(p.shape, self._indices[p], strict=True):
-            index = index.unsqueeze(-1) * size + positions
-        rounded = {}
-        for name in names:
-            key = tensor_key(self._seed, f"{self._names[p]}.{name}")
-            bits = random_bits(key, values["step"], index)
-            rounded[name] = round_stochastically(values[name], bits)
-        return values | rounded
+
+def _round(value: Tensor, step: Tensor, place: Place, name: str) -> Tensor:
+    """Round the new value of a tensor to bfloat16 stochastically."""
+    index = torch.zeros((), dtype=torch.int64, device=value.device)
+    for size, positions in zip(place.shape, place.positions, strict=True):
+        index = index.unsqueeze(-1) * size + positions
+    return round_stochastically(value, random_bits(place.keys[name], step, index))
 
 
 class Adam(Elementwise):
@@ -153,33 +214,36 @@ class Adam(Elementwise):
 
     state_names = ("exp_avg", "exp_avg_sq")
 
+    @staticmethod
     def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        weight: Tensor, grad: Tensor, state: dict[str, Tensor], settings: Settings
     ) -> Tensor:
         """Return the new weight, and put new means into `state`."""
-        if group["weight_decay"]:
-            grad = grad + group["weight_decay"] * weight
-        return weight.sub(self._change(grad, state, group))
+        if settings.weight_decay:
+            grad = grad + settings.weight_decay * weight
+        return weight.sub(_adam_change(grad, state, settings))
 
-    def _change(self, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
-        beta1, beta2, step = self._section.beta1, self._section.beta2, state["step"]
-        mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
-        square = torch.lerp(state["exp_avg_sq"], grad * grad, 1 - beta2)
-        state["exp_avg"], state["exp_avg_sq"] = mean, square
-        eps = self._section.eps * group["eps_factor"]
-        denominator = (square / (1 - beta2**step)).sqrt() + eps
-        return mean.mul(group["lr"]).div((1 - beta1**step) * denominator)
+
+def _adam_change(grad: Tensor, state: dict[str, Tensor], settings: Settings) -> Tensor:
+    """Return what Adam subtracts from the weight, and put new means into `state`."""
+    beta1, beta2, step = settings.section.beta1, settings.section.beta2, state["step"]
+    mean = torch.lerp(state["exp_avg"], grad, 1 - beta1)
+    square = torch.lerp(state["exp_avg_sq"], grad * grad, 1 - beta2)
+    state["exp_avg"], state["exp_avg_sq"] = mean, square
+    denominator = (square / (1 - beta2**step)).sqrt() + settings.eps
+    return mean.mul(settings.lr).div((1 - beta1**step) * denominator)
 
 
 class AdamW(Adam):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101)."""
 
+    @staticmethod
     def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        weight: Tensor, grad: Tensor, state: dict[str, Tensor], settings: Settings
     ) -> Tensor:
         """Return the new weight, and put new means into `state`."""
-        decayed = weight.mul(1 - group["lr"] * group["weight_decay"])
-        return decayed.sub(self._change(grad, state, group))
+        decayed = weight.mul(1 - settings.lr * settings.weight_decay)
+        return decayed.sub(_adam_change(grad, state, settings))
 
 
 class Lion(Elementwise):
@@ -187,17 +251,19 @@ class Lion(Elementwise):
 
     state_names = ("exp_avg",)
 
+    @staticmethod
     def update(
-        self, weight: Tensor, grad: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+        weight: Tensor, grad: Tensor, state: dict[str, Tensor], settings: Settings
     ) -> Tensor:
         """Return the new weight, and put the new mean into `state`."""
-        direction = torch.lerp(state["exp_avg"], grad, 1 - self._section.lion_beta1).sign()
-        state["exp_avg"] = torch.lerp(state["exp_avg"], grad, 1 - self._section.lion_beta2)
-        decayed = weight.mul(1 - group["lr"] * group["weight_decay"])
-        return decayed.sub(direction, alpha=group["lr"])
+        section = settings.section
+        direction = torch.lerp(state["exp_avg"], grad, 1 - section.lion_beta1).sign()
+        state["exp_avg"] = torch.lerp(state["exp_avg"], grad, 1 - section.lion_beta2)
+        decayed = weight.mul(1 - settings.lr * settings.weight_decay)
+        return decayed.sub(direction * settings.lr)
 
 
-def random_bits(key: int, step: Tensor, index: Tensor) -> Tensor:
+def random_bits(key: int | Tensor, step: Tensor, index: Tensor) -> Tensor:
     """Return 16 random bits for each element, as int32.
 
     key: of the tensor. step: 0-dim, number of the update. index: int64, of the elements in the

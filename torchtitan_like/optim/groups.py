@@ -91,3 +91,13 @@ def is_hidden_matrix(name: str, ndim: int, sharding: Table) -> bool:
     """Return True for a weight that Muon updates: a matrix, or stacked ones, of a hidden layer."""
     role = next((role for pattern, role in sharding if fnmatchcase(name, pattern)), "")
     return MATRIX_ROLES.get(role) == ndim
+
+
+def block_of(name: str) -> str:
+    """Return a parameter's block, such as `layers.3` of `layers.3.attention.wq.weight`.
+
+    Outside of a list of layers, the block is the first module: `output` of `output.weight`.
+    """
+    first, _, rest = name.partition(".")
+    second = rest.partition(".")[0]
+    return f"{first}.{second}" if second.isdigit() else first

@@ -24,7 +24,7 @@ from torchtitan_like.optim.clipping import (
 )
 from torchtitan_like.optim.eight_bit import AdamW8bit
 from torchtitan_like.optim.elementwise import GatedOptimizer, ShardIndices
-from torchtitan_like.optim.groups import ParameterGroup, group_parameters
+from torchtitan_like.optim.groups import ParameterGroup, block_of, group_parameters
 from torchtitan_like.optim.muon import FindMatrices, Muon
 from torchtitan_like.util.shards import local_shard
 
@@ -392,16 +392,6 @@ class OptimizerInBackward(Optimizer):
     def step(self, skip: Tensor) -> None:
         """Apply `skip` to all later gradients. The weights are updated already."""
         self._skip_next = skip
-
-
-def block_of(name: str) -> str:
-    """Return a parameter's block, such as `layers.3` of `layers.3.attention.wq.weight`.
-
-    Outside of a list of layers, the block is the first module: `output` of `output.weight`.
-    """
-    first, _, rest = name.partition(".")
-    second = rest.partition(".")[0]
-    return f"{first}.{second}" if second.isdigit() else first
 
 
 def build_optimizer(

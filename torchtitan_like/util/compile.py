@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 logger = logging.getLogger()
 
@@ -42,8 +43,10 @@ def fused_on_gpu(function: Function) -> Function:
     and those of a GPU that Triton does not support. Inside a compiled graph the operators are part
     of that graph. The first call on a GPU compiles. A size that changes compiles once more, for any
     size. Measured times never decide how a sum is divided, so runs of equal sizes add in one order.
+    Values are rounded where the operators round them.
     """
-    compiled = cache(lambda: compile_function(function, options={"deterministic": True}))
+    options = {"deterministic": True, "emulate_precision_casts": True}
+    compiled = cache(lambda: compile_function(function, options=options))
 
     @wraps(function)
     def call(*args: Any) -> Any:
@@ -56,7 +59,7 @@ def fused_on_gpu(function: Function) -> Function:
 
 def _are_on_gpu(args: tuple[Any, ...]) -> bool:
     """Return True if all tensors among `args` are plain ones on a GPU."""
-    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.is_cuda for tensor in tensors)
 
 

@@ -10,6 +10,7 @@ from torchtitan_like.config.sections_training import Optimizer
 from torchtitan_like.distributed.matrices import MatrixOwners
 from torchtitan_like.optim import optimizer as optimizers
 from torchtitan_like.optim.elementwise import random_bits, round_stochastically
+from torchtitan_like.util import compile as compile_module
 from torchtitan_like.util.shards import local_positions
 from torchtitan_like.util.splitmix import GOLDEN_GAMMA, scramble, tensor_key
 
@@ -183,3 +184,53 @@ def test_states_in_bfloat16_halve_the_memory():
     named = {"w": torch.nn.Parameter(torch.zeros(100, 100))}
     (line,) = build(named, state_dtype="bfloat16").describe()
     assert line.endswith("12.00 bytes per parameter (weight 4.00 + gradient 4.00 + state 4.00)")
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.nightly),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        (torch.float32, {"name": "Lion"}),
+        (torch.float32, {"name": "AdamW", "state_dtype": "bfloat16"}),
+        (torch.float32, {"name": "AdamW8bit", "adamw8bit_block_size": 64}),
+        (torch.bfloat16, {"bf16_rounding": "kahan"}),
+        (torch.bfloat16, {"bf16_rounding": "stochastic", "state_dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_a_compiled_update_equals_the_plain_one(settings, dtype, device, monkeypatch):
+    """Kernels round where operators do. Contracted products change the last bit of few numbers."""
+    results = []
+    for is_compiled in (False, True):
+        if device == "cpu":
+            monkeypatch.setattr(compile_module, "_are_on_gpu", lambda args, c=is_compiled: c)
+        monkeypatch.setattr(compile_module, "_can_compile", lambda c=is_compiled: c)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        generator = torch.Generator().manual_seed(0)
+        named = {
+            f"layers.0.{name}.weight": torch.nn.Parameter(
+                torch.randn(shape, generator=generator).to(device, dtype)
+            )
+            for name, shape in {"wq": (70, 64), "norm": (64,)}.items()
+        }
+        optimizer = build(named, lr=0.01, **settings)
+        for step in range(3):
+            for p in named.values():
+                p.grad = torch.randn(p.shape, generator=generator).to(device, dtype)
+            optimizer.clip_gradients(1.0)
+            optimizer.step((SKIP if step == 1 else KEEP).to(device))
+        assert bool(torch._dynamo.utils.counters["stats"]["unique_graphs"]) == is_compiled
+        results.append({**named, **optimizer.state_dict()})
+    for name, expected in results[0].items():
+        actual = results[1][name].detach()
+        assert actual.dtype == expected.dtype
+        limit = 2**-7 if expected.dtype in (torch.bfloat16, torch.uint8) else 1e-6
+        difference = (actual.double() - expected.detach().double()).abs().max()
+        assert difference <= limit * expected.abs().max().double(), name
