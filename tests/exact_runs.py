@@ -126,6 +126,7 @@ RUNS = [
     Run("mixture with a stream", 2, {**MIXTURE, "data.sources.a.streaming": True}),
     Run("spikes are skipped", 2, {"training.steps": 14, "resilience.on_spike": "skip",
                                   "resilience.spike_window": 8, "resilience.spike_threshold": 0.2}),
+    Run("gradients are clipped", 2, {"training.max_norm": 0.1}),
     Run("a non-finite step is skipped", 2, {"resilience.on_nonfinite": "skip",
                                             "experimental.custom_import": "tests.harness.nan_backward"}),
     Run("DeepSeek-V3, EP 2, resumed", 2,
