@@ -293,7 +293,8 @@ def licenses_of(files: dict[str, bytes], folder: Path) -> list[str]:
     copies = (file_to_text(n, content) for n, content in files.items() if "/copyright" in n)
     text = "\n".join(copies)
     names = LICENSE.findall(text) or KNOWN_LICENSE.findall(" ".join(text.lower().split()))
-    return sorted({*(name.strip() for name in names), *COMMON_LICENSE.findall(text)})
+    found = {*(name.strip() for name in names), *COMMON_LICENSE.findall(text)}
+    return sorted(found) or ["see its copyright file"]
 
 
 # ---- the corpus and its manifest

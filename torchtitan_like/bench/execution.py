@@ -135,7 +135,10 @@ def restored_signals() -> Iterator[None]:
 
 
 def write_plans(runs: Sequence[BenchRun], num_ranks: int, gpu: Gpu) -> None:
-    """Write plan.json into the folder of each run that has none of its configuration and GPU."""
+    """Write plan.json into the folder of each run that has none of its configuration and GPU.
+
+    A run whose dry run fails has no plan.
+    """
     plans: dict[str, PlanFile] = {}
     for run in runs:
         path = run.folder / PLAN
@@ -146,7 +149,11 @@ def write_plans(runs: Sequence[BenchRun], num_ranks: int, gpu: Gpu) -> None:
                 continue
         if run.variant not in plans:
             show_error(f"Planning {run.variant}")
-            plans[run.variant] = plan_of_run(run.config, num_ranks, gpu)
+            try:
+                plans[run.variant] = plan_of_run(run.config, num_ranks, gpu)
+            except RuntimeError as error:  # the dry run fails
+                show_error(f"No plan of {run.variant}: {error}")
+                continue
         run.folder.mkdir(parents=True, exist_ok=True)
         write_plan(path, plans[run.variant])
 

@@ -81,6 +81,7 @@ def test_equal_and_nearly_equal_documents_are_left_out() -> None:
 def test_licenses_are_named() -> None:
     text = b"Files: *\nLicense: PSF-2\n text\n\nSee /usr/share/common-licenses/GPL-2.\n"
     assert licenses_of({"usr/share/doc/a/copyright": text}, Path()) == ["GPL-2", "PSF-2"]
+    assert licenses_of({}, Path()) == ["see its copyright file"]
     text = b"It has the Python Software\n Foundation License, or is in the public domain."
     expected = ["public domain", "python software foundation license"]
     assert licenses_of({"usr/share/doc/a/copyright": text}, Path()) == expected
