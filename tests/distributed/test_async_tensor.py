@@ -37,6 +37,7 @@ from torchtitan_like.config.sections_training import Training
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.initialize import initialize
 from torchtitan_like.distributed.parallelize import Sections, build_parts
+from torchtitan_like.distributed.row_exchange import RowExchange
 from torchtitan_like.distributed.tensor_parallel import overlap_tensor_parallel
 from torchtitan_like.distributed.world import World, join_world, launched_as
 from torchtitan_like.models.spec import get_spec, resolve_args
@@ -92,7 +93,10 @@ def build(run: Run, world: World, *, asynchronous: bool, compiled: bool = True) 
         Float8Linear(),
     )
     loss = chunked_cross_entropy(0, None, VocabShards(world.group("tp"), VOCAB))
-    (model,) = build_parts(spec, args, world, sections, loss=loss, num_samples=run.batch).parts
+    exchange = RowExchange(False, 1.0, torch.device("cpu"))
+    (model,) = build_parts(
+        spec, args, world, sections, exchange, loss=loss, num_samples=run.batch
+    ).parts
     initialize(model, spec.init_table(args), seed=7)
     return model
 

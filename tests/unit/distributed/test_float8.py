@@ -20,6 +20,7 @@ from torchtitan_like.distributed import float8
 from torchtitan_like.distributed.dims import ParallelDims
 from torchtitan_like.distributed.float8 import HARDLY_FASTER, SMALL, convert_to_float8
 from torchtitan_like.distributed.parallelize import Sections, parallelize
+from torchtitan_like.distributed.row_exchange import RowExchange
 from torchtitan_like.models.spec import get_spec, resolve_args
 
 pytest.importorskip("torchao")
@@ -270,6 +271,7 @@ def test_the_converted_model_can_be_printed(is_printed):
         print_after_conversion=is_printed,
     )
     world = SimpleNamespace(dims=ParallelDims(1), mesh=None, experts_mesh=None)
-    text = "\n".join(parallelize(model, spec, world, sections, None))
+    exchange = RowExchange(False, 1.0, torch.device("cpu"))
+    text = "\n".join(parallelize(model, spec, world, sections, exchange))
     assert ("Model definition after conversion:" in text) is is_printed
     assert ("(wq): Float8Linear" in text) is is_printed
