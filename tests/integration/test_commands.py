@@ -308,6 +308,7 @@ CHECKS = {
     "torchrun --nproc_per_node=8 --no-python titan ": lambda words: parse_titan(words[4:]),
     "titan node ": lambda words: parse_titan(words[1:]),
     "python -m torchtitan_like.distributed.lighthouse ": lambda words: check_program(words[1:]),
+    "python -m torchtitan_like.plan.coordinates ": lambda words: check(words[3:]),
     "python scripts/ckpt_interval.py ": lambda words: check_program(words[1:]),
     "TORCHFT_LIGHTHOUSE=": lambda words: check(
         [DEFAULT, "--world-size", words[1].partition("=")[2], *words[3:]]
