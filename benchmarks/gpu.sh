@@ -5,7 +5,7 @@
 #
 # PART     what it runs (tests,jobs,compare if not given)
 #   tests    every test that needs a GPU
-#   jobs     8 trainings beside TorchTitan 0.2.2, where it is installed, a bare loop, and `titan plan`: speed, memory,
+#   jobs     9 trainings beside TorchTitan 0.2.2, where it is installed, a bare loop, and `titan plan`: speed, memory,
 #            errors of the plans, steps during a save (benchmarks/gpu_jobs.py); with several GPUs 3 layouts too
 #   compare  30 runs on the GPU and on the CPU (benchmarks/cpu_gpu.py)
 #   spikes   20 equal runs of a mixture of experts, eager and compiled: gradient norms (benchmarks/gradient_spikes.py),
