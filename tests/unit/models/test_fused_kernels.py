@@ -23,7 +23,11 @@ def routing(device):
     """Return logits (tokens, experts), the best experts (tokens, top_k) and their routes."""
     logits = number(TOKENS, EXPERTS, dtype=torch.float32).to(device)
     expert_ids = logits.topk(TOP_K).indices
-    return logits, expert_ids, moe.sort_by_expert(expert_ids, EXPERTS)
+    return (
+        logits,
+        expert_ids,
+        moe.sort_by_expert(expert_ids, torch.ones_like(logits[:, :TOP_K]), EXPERTS),
+    )
 
 
 def losses(device, dtype, has_fractions, z_coeff, is_sigmoid):
@@ -48,12 +52,12 @@ def sums(device, dtype, is_weighted):
 
 def combined(device, dtype):
     rows, weights, grad, routes = combination(device, dtype)
-    return grad, rows, weights, *routes[:3]
+    return grad, rows, weights, *routes[1:4]
 
 
 def weighted(device, dtype):
     _, weights, tokens, routes = combination(device, dtype)
-    return tokens, weights, *routes[:2]
+    return tokens, weights, *routes[1:3]
 
 
 def weight_gradients(device, dtype):

@@ -95,7 +95,8 @@ class _CountInBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.counts.scatter_(0, ctx.saved_tensors[0].flatten(), 1, reduce="add")
+        ids = ctx.saved_tensors[0].flatten()
+        ctx.counts.scatter_add_(0, ids, torch.ones_like(ids))
         return grad, None, None
 
 
@@ -185,14 +186,15 @@ def _add_loss_gradients(
 ) -> Tensor:
     """Return `grad` plus the gradients of the router's losses, and add to `sums`."""
     z = logits.logsumexp(-1, keepdim=True)
-    loss = torch.zeros_like(z)
+    balance = torch.zeros_like(sums[0])
     if fractions is not None:
         scores = logits.sigmoid() if is_sigmoid else (logits - z).exp()
         shares = scores / (scores.sum(-1, keepdim=True) + 1e-20) if is_sigmoid else scores
         loss = (fractions * shares).sum(-1, keepdim=True)
         slope = shares * (1 - scores) if is_sigmoid else shares
         grad = grad + slope * (fractions - loss) * (coeff * scale)
+        balance = loss.sum()
     if z_coeff:
         grad = grad + 2 * z * (logits - z).exp() * (z_coeff * scale)
-    sums.add_(torch.stack([loss, z.square()]).flatten(1).sum(1))
+    sums.add_(torch.stack([balance.to(sums.dtype), z.square().sum().to(sums.dtype)]))
     return grad
