@@ -16,7 +16,11 @@ from tests.distributed.test_saving import EXACT, SAVING, metric_rows, train
 from tests.distributed.traffic import Traffic
 from tests.harness.rank_pool import run_ranks
 from torchtitan_like.checkpoint.tools.open_checkpoint import open_checkpoint
-from torchtitan_like.distributed.row_exchange import RowExchange, exchange_with_owners
+from torchtitan_like.distributed.row_exchange import (
+    RowExchange,
+    exchange_with_owners,
+    note_excess,
+)
 from torchtitan_like.distributed.views import on_local_parameters
 from torchtitan_like.models.layers.moe import Experts
 from torchtitan_like.train import Trainer
@@ -155,6 +159,34 @@ def assert_equal_to_one_rank(by_rank, load, name):
         actual = torch.cat([by_rank[rank][index] for rank in range(2)])
         total = expected[0][index] + expected[1][index]
         torch.testing.assert_close(actual, total, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Noting(torch.nn.Module):
+    """A module whose backward notes an excess."""
+
+    changed_in_backward = ("excess",)
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("excess", torch.zeros(()))
+
+    def forward(self, x, rows):
+        return note_excess(x.sin(), (rows * 3).exp().max(), self.excess)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+def test_an_excess_outlives_other_micro_batches_in_flight(is_compiled):
+    """Pipelines run the forward of a second micro-batch before the backward of the first one."""
+    module = Noting()
+    forward = module.forward
+    if is_compiled:
+        forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
+    forward = on_local_parameters(module, forward)
+    x = torch.ones(8, requires_grad=True)
+    outputs = [forward(x, torch.full((100,), value)) for value in (1.0, 0.0)]
+    for output in outputs:
+        output.sum().backward()
+    torch.testing.assert_close(module.excess, torch.tensor(3.0).exp())
 
 
 # ---- what is sent

@@ -121,8 +121,7 @@ def exchange_with_owners(experts: Any, group: ProcessGroup, exchange: RowExchang
         routes = routes._replace(sent_counts=_count(routes.ends, num_ranks))
         if size := exchange.buffer_size(routes.slot_of_row.shape[0], num_ranks):
             routes, excess = fill_buffers(routes, num_ranks, size)
-            weights = _MaxInBackward.apply(routes.weights, excess, experts.excess)
-            routes = routes._replace(weights=weights)
+            routes = routes._replace(weights=note_excess(routes.weights, excess, experts.excess))
         return routes._replace(received_counts=start_exchange(routes.sent_counts, group))
 
     def send_bounded(tokens: Tensor, routes: Any) -> Tensor:
@@ -195,9 +194,13 @@ def _fill_buffers(
     )
 
 
-class _MaxInBackward(torch.autograd.Function):
-    """The identity. Its backward raises `total` (0-dim) to `value` where that is larger."""
+def note_excess(x: Tensor, excess: Tensor, total: Tensor) -> Tensor:
+    """Return `x`. Its backward raises `total` (0-dim) to `excess` where that is larger."""
+    noted: Tensor = _MaxInBackward.apply(x, excess, total)
+    return noted
 
+
+class _MaxInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, total: Tensor) -> Tensor:
         ctx.save_for_backward(value)
@@ -207,8 +210,24 @@ class _MaxInBackward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.total.clamp_(min=ctx.saved_tensors[0])
+        (value,) = ctx.saved_tensors
+        if torch.compiler.is_compiling():
+            torch.ops.torchtitan_like.raise_to(ctx.total, value, grad)
+        else:
+            ctx.total.clamp_(min=value)
         return grad, None, None
+
+
+# An operator that takes the gradient: a compiled graph would otherwise compute the new total in
+# forward, where that of another micro-batch is missing, and store it in backward.
+@torch.library.custom_op("torchtitan_like::raise_to", mutates_args=("total",))
+def _raise_to(total: Tensor, value: Tensor, grad: Tensor) -> None:
+    total.clamp_(min=value)
+
+
+@_raise_to.register_fake
+def _(total: Tensor, value: Tensor, grad: Tensor) -> None:
+    return None
 
 
 @fused_on_gpu
