@@ -34,8 +34,7 @@ def losses(device, dtype, has_fractions, z_coeff, is_sigmoid):
     logits = routing(device)[0].view(1, TOKENS, EXPERTS)
     fractions = torch.linspace(0.5, 1.5, EXPERTS).to(device) if has_fractions else None
     scale = torch.tensor(0.01, device=device)
-    sums = torch.ones(2, dtype=torch.float64, device=device)
-    return logits / 3, logits, fractions, scale, sums, 1e-2, z_coeff, is_sigmoid
+    return logits / 3, logits, fractions, scale, 1e-2, z_coeff, is_sigmoid
 
 
 def combination(device, dtype):

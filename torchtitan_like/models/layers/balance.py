@@ -96,7 +96,8 @@ class _CountInBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ids = ctx.saved_tensors[0].flatten()
-        ctx.counts.scatter_add_(0, ids, torch.ones_like(ids))
+        counts = torch.zeros_like(ctx.counts).scatter_add_(0, ids, torch.ones_like(ids))
+        add_in_backward(ctx.counts, counts, grad)
         return grad, None, None
 
 
@@ -167,10 +168,11 @@ class _RouterLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         logits, fractions, scale = ctx.saved_tensors
-        grad = _add_loss_gradients(
-            grad, logits, fractions, scale, ctx.sums, ctx.coeff, ctx.z_coeff, ctx.is_sigmoid
+        total, sums = _add_loss_gradients(
+            grad, logits, fractions, scale, ctx.coeff, ctx.z_coeff, ctx.is_sigmoid
         )
-        return grad, None, None, None, None, None, None
+        add_in_backward(ctx.sums, sums, grad)
+        return total, None, None, None, None, None, None
 
 
 @fused_on_gpu
@@ -179,22 +181,43 @@ def _add_loss_gradients(
     logits: Tensor,
     fractions: Tensor | None,
     scale: Tensor,
-    sums: Tensor,
     coeff: float,
     z_coeff: float,
     is_sigmoid: bool,
-) -> Tensor:
-    """Return `grad` plus the gradients of the router's losses, and add to `sums`."""
+) -> tuple[Tensor, Tensor]:
+    """Return `grad` plus the gradients of the router's losses, and their sums (2,), float64."""
     z = logits.logsumexp(-1, keepdim=True)
-    balance = torch.zeros_like(sums[0])
+    loss = torch.zeros_like(z)
     if fractions is not None:
         scores = logits.sigmoid() if is_sigmoid else (logits - z).exp()
         shares = scores / (scores.sum(-1, keepdim=True) + 1e-20) if is_sigmoid else scores
         loss = (fractions * shares).sum(-1, keepdim=True)
         slope = shares * (1 - scores) if is_sigmoid else shares
         grad = grad + slope * (fractions - loss) * (coeff * scale)
-        balance = loss.sum()
     if z_coeff:
         grad = grad + 2 * z * (logits - z).exp() * (z_coeff * scale)
-    sums.add_(torch.stack([balance.to(sums.dtype), z.square().sum().to(sums.dtype)]))
-    return grad
+    sums = torch.stack([loss.sum(), z.square().sum()])
+    return grad, sums.to(torch.float64)
+
+
+def add_in_backward(total: Tensor, value: Tensor, grad: Tensor) -> None:
+    """Add `value` to `total` in a backward, of which `grad` is a gradient.
+
+    Where `value` does not depend on a gradient, a compiled graph could compute the new total in
+    forward, in which that of another micro-batch is missing, and store it in backward. So there it
+    is an operator that takes the gradient.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.torchtitan_like.add_in_backward(total, value, grad)
+    else:
+        total.add_(value)
+
+
+@torch.library.custom_op("torchtitan_like::add_in_backward", mutates_args=("total",))
+def _add_operator(total: Tensor, value: Tensor, grad: Tensor) -> None:
+    total.add_(value)
+
+
+@_add_operator.register_fake
+def _(total: Tensor, value: Tensor, grad: Tensor) -> None:
+    return None
