@@ -216,8 +216,9 @@ class UpdateGate(Generic[Progress]):
                 is_high = (norm > self._limit) > torch.maximum(is_nonfinite, self._is_frozen)
                 self._is_held = torch.maximum(self._is_held, is_high)
         if overflow is not None:
-            self._overflow = overflow
-            self._is_held = torch.maximum(self._is_held, (overflow > 0) > self._is_frozen)
+            # Waits only with CPU offload, where norms are on the host.
+            self._overflow = overflow.to(norm.device)
+            self._is_held = torch.maximum(self._is_held, (self._overflow > 0) > self._is_frozen)
         self._accepts_next = False
 
     def record(self, progress: Progress) -> None:
