@@ -159,7 +159,7 @@ class StepRunner:
         optimizer = self.optim.optimizer
         with self.updating():
             grad_norm = optimizer.clip_gradients(self.max_norm)
-        overflow = self.model.exchange.overflow(self.world.all_ranks)
+        overflow = self.model.exchange.take_overflow(self.world.all_ranks)
         decision = self.gate(grad_norm, has_labels=num_valid > 0, overflow=overflow)
         # Without labels, momentum and weight decay alone would move the weights.
         skip = decision if num_valid and is_trusted else torch.ones_like(decision)

@@ -112,7 +112,7 @@ def results_on_rank(loads, is_compiled, capacity=None):
     found = []
     for load in loads:
         found.append(results(experts, forward, *inputs(load)[rank]))
-        found[-1].append(exchange.overflow(dist.group.WORLD))
+        found[-1].append(exchange.take_overflow(dist.group.WORLD))
     return found
 
 

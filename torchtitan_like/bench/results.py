@@ -104,7 +104,7 @@ def step_seconds_so_far(history: History) -> Floats:
 
 
 def collect(runs: Sequence[BenchRun], keys: Sequence[str], codes: Mapping[int, int]) -> list[Row]:
-    """Return one row for each run, also for those that have failed or were not started.
+    """Return one row for each run: done, failed, or not started.
 
     keys: the varied settings. codes: exit codes of runs that this process has started, by index.
     """

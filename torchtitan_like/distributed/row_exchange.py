@@ -39,11 +39,11 @@ class RowExchange:
     | exact | as many as it has experts for; the host waits for their numbers |
     | bounded | a buffer of `capacity` times an even share, with padding; the host does not wait |
 
-    A step in which more rows go to a rank than a buffer holds has computed without some of them. Its
-    update must not be made (`overflow`), and it runs again with the exact exchange (`repeat`). Only
-    training is bounded: what computes no gradients could not run again.
+    If more rows go to a rank than its buffer holds, the step has computed without some of them. Its
+    update must not be made (`take_overflow`), and it runs again with the exact exchange (`repeat`).
+    Passes without gradients, such as a validation, could not run again: they are exact.
 
-    is_bounded: from the start. capacity: at least 1. device: of this rank.
+    is_bounded: which exchange training uses. capacity: at least 1. device: of this rank.
     """
 
     # A second overflow within this many steps enlarges the buffers.
@@ -64,7 +64,7 @@ class RowExchange:
                 module.register_buffer("excess", self._excess, persistent=False)
 
     def padding(self, num_ranks: int) -> float:
-        """Return the rows of all buffers on `num_ranks`, as a multiple of the rows that are sent."""
+        """Return the rows of all buffers that a rank sends / the rows that it has."""
         return min(self.capacity, num_ranks) if self.is_bounded else 1.0
 
     def buffer_size(self, num_rows: int, num_ranks: int) -> int:
@@ -73,11 +73,12 @@ class RowExchange:
             return 0
         return max(1, int(self.padding(num_ranks) * num_rows / num_ranks))
 
-    def overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
+    def take_overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
         """Return by how much the fullest buffer of this step was too small; 0 if all were not.
 
-        0-dim, in even shares; None if the exchange is exact. Call it once after the backward of each
-        step: the next one starts from 0. A collective, which does not wait for the device.
+        0-dim, in even shares; None if the exchange is exact. Call it once after the backward of
+        each step: it ends a repeated step, and the next one counts from 0. A collective, which does
+        not wait for the device.
         """
         self._is_repeated = False
         if not self.is_bounded:

@@ -52,10 +52,8 @@ WIDTH_KEYS = (
 )
 _BASE_KEYS = (*WIDTH_KEYS, "head_dim", "multiple_of", "ffn_dim_multiplier", "n_layers")
 _READOUT_ROLES = ("output", "router")
-_FINAL_NORMS = (
-    "norm.weight",
-    "layers.*.norm.weight",
-)  # the second one is of multi-token prediction
+# Of the model, and of multi-token prediction.
+_FINAL_NORMS = ("norm.weight", "layers.*.norm.weight")
 _RESIDUAL_OUTPUTS = ("layers.*.wo.*", "layers.*.w2", "layers.*.w2.*", "layers.*.b2")
 
 Value = TypeVar("Value")

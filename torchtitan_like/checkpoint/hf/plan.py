@@ -267,7 +267,7 @@ def extents_of(files: Sequence[FileLayout]) -> list[ExtentId]:
 def assign_extents(
     files: Sequence[FileLayout], outputs: Mapping[str, OutputTensor], num_ranks: int
 ) -> dict[ExtentId, int]:
-    """Choose the rank that writes each extent. Each rank's bytes differ by an extent from the mean.
+    """Choose the rank that writes each extent. Each rank writes the mean, plus or minus an extent.
 
     Within this limit it is a rank with (almost) the largest share of the extent's bytes. Among
     ranks within 10 % of the largest share, the rank with the fewest extents is chosen.
