@@ -25,7 +25,7 @@ from torchtitan_like.distributed.collectives import (
     start_exchange,
     start_rows,
 )
-from torchtitan_like.util.compile import fused_on_gpu
+from torchtitan_like.util.compile import fused_on_gpu, update_in_backward
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -212,23 +212,8 @@ class _MaxInBackward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (value,) = ctx.saved_tensors
-        if torch.compiler.is_compiling():
-            torch.ops.torchtitan_like.raise_to(ctx.total, value, grad)
-        else:
-            ctx.total.clamp_(min=value)
+        update_in_backward(ctx.total, value, grad, "max")
         return grad, None, None
-
-
-# An operator that takes the gradient: a compiled graph would otherwise compute the new total in
-# forward, where that of another micro-batch is missing, and store it in backward.
-@torch.library.custom_op("torchtitan_like::raise_to", mutates_args=("total",))
-def _raise_to(total: Tensor, value: Tensor, grad: Tensor) -> None:
-    total.clamp_(min=value)
-
-
-@_raise_to.register_fake
-def _(total: Tensor, value: Tensor, grad: Tensor) -> None:
-    return None
 
 
 @fused_on_gpu

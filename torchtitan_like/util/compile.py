@@ -1,4 +1,4 @@
-"""`torch.compile`, with a barrier that Inductor's kernels lack, and functions that fuse on GPUs.
+"""`torch.compile`, with a barrier that Inductor's kernels lack, and functions that compiled models use.
 
 A Triton kernel of Inductor may store a tensor in one loop and load it in its next loop. The loops can
 give the same element to different threads, for example when a kernel reads bfloat16 and stores
@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable
 from functools import cache, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,38 @@ def _can_compile() -> bool:
     if problem:
         logger.warning(f"Kernels are not fused, so steps take longer: {problem}")
     return problem is None
+
+
+def update_in_backward(
+    total: Tensor, value: Tensor, grad: Tensor, operation: Literal["sum", "max"]
+) -> None:
+    """Add `value` to `total`, or raise `total` to it, in a backward of which `grad` is a gradient.
+
+    Where `value` does not depend on a gradient, a compiled graph could compute the new total in
+    forward, in which that of another micro-batch is missing, and store it in backward. So there it
+    is an operator that takes the gradient.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.torchtitan_like.update_in_backward(total, value, grad, operation)
+    else:
+        _update(total, value, operation)
+
+
+def _update(total: Tensor, value: Tensor, operation: str) -> None:
+    if operation == "sum":
+        total.add_(value)
+    else:
+        total.clamp_(min=value)
+
+
+@torch.library.custom_op("torchtitan_like::update_in_backward", mutates_args=("total",))
+def _update_operator(total: Tensor, value: Tensor, grad: Tensor, operation: str) -> None:
+    _update(total, value, operation)
+
+
+@_update_operator.register_fake
+def _(total: Tensor, value: Tensor, grad: Tensor, operation: str) -> None:
+    return None
 
 
 def _add_barriers() -> None:

@@ -138,14 +138,14 @@ def test_workers_leave_signals_to_the_main_process_and_end_with_it(read_by: Buil
     before = {child.pid for child in workers()}
     batches = read_by(2)
     expected = [contents(batch) for batch in itertools.islice(read_by(0), 6)]
-    actual = [contents(next(batches))]
+    actual = [contents(next(batches)) for _ in range(2)]  # one of each worker: both have started
     new_workers = [child for child in workers() if child.pid not in before]
     assert len(new_workers) == 2
     for child, number in itertools.product(
         new_workers, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     ):
         os.kill(child.pid, number)
-    actual += [contents(next(batches)) for _ in range(5)]
+    actual += [contents(next(batches)) for _ in range(4)]
     assert actual == expected
     batches._reader = None
     _, alive = psutil.wait_procs(new_workers, timeout=20)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torchtitan_like.util.compile import fused_on_gpu
+from torchtitan_like.util.compile import fused_on_gpu, update_in_backward
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _CountInBackward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ids = ctx.saved_tensors[0].flatten()
         counts = torch.zeros_like(ctx.counts).scatter_add_(0, ids, torch.ones_like(ids))
-        add_in_backward(ctx.counts, counts, grad)
+        update_in_backward(ctx.counts, counts, grad, "sum")
         return grad, None, None
 
 
@@ -171,7 +171,7 @@ class _RouterLosses(torch.autograd.Function):
         total, sums = _add_loss_gradients(
             grad, logits, fractions, scale, ctx.coeff, ctx.z_coeff, ctx.is_sigmoid
         )
-        add_in_backward(ctx.sums, sums, grad)
+        update_in_backward(ctx.sums, sums, grad, "sum")
         return total, None, None, None, None, None, None
 
 
@@ -198,26 +198,3 @@ def _add_loss_gradients(
         grad = grad + 2 * z * (logits - z).exp() * (z_coeff * scale)
     sums = torch.stack([loss.sum(), z.square().sum()])
     return grad, sums.to(torch.float64)
-
-
-def add_in_backward(total: Tensor, value: Tensor, grad: Tensor) -> None:
-    """Add `value` to `total` in a backward, of which `grad` is a gradient.
-
-    Where `value` does not depend on a gradient, a compiled graph could compute the new total in
-    forward, in which that of another micro-batch is missing, and store it in backward. So there it
-    is an operator that takes the gradient.
-    """
-    if torch.compiler.is_compiling():
-        torch.ops.torchtitan_like.add_in_backward(total, value, grad)
-    else:
-        total.add_(value)
-
-
-@torch.library.custom_op("torchtitan_like::add_in_backward", mutates_args=("total",))
-def _add_operator(total: Tensor, value: Tensor, grad: Tensor) -> None:
-    total.add_(value)
-
-
-@_add_operator.register_fake
-def _(total: Tensor, value: Tensor, grad: Tensor) -> None:
-    return None
