@@ -4,8 +4,9 @@
     python scripts/make_corpus.py corpus --check
 
 Needs Debian or a relative of it: apt downloads the packages, and dpkg-deb reads them. Nothing is
-installed. Writes FOLDER/train.jsonl and FOLDER/heldout.jsonl with the fields `text` and `source`,
-and keeps the packages in FOLDER/packages. The same packages give the same bytes.
+installed. Writes text.jsonl and code.jsonl (Python's source code) with the fields `text` and `source`
+into FOLDER/train and FOLDER/heldout, and keeps the packages in FOLDER/packages. The same packages give
+the same bytes.
 
 - A document is a file of a package: HTML, plain text, info, or Python's source code. Of HTML, the
   text without navigation remains. A file of more than 256 Ki characters becomes several documents.
@@ -13,7 +14,8 @@ and keeps the packages in FOLDER/packages. The same packages give the same bytes
   frequent English ones: other languages, and lists of names. Python's source code is not tested so.
 - Of documents that are equal but for white space, the first one is kept. A document is also left out
   if earlier ones have 80 % of its text in lines of 40 characters or more.
-- One document in a hundred is held out, chosen by the hash of its text.
+- One document in a hundred is held out, chosen by the hash of its text. Held-out documents are in the
+  order of their hashes, so that the first ones are of many packages.
 
 scripts/corpus_manifest.json has the version, the licenses and the digest of each package, and one
 digest of the corpus. scripts/corpus_documents.tsv.xz has the digest of each document. They are
@@ -35,8 +37,9 @@ import sys
 import tarfile
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import xxhash
 
@@ -46,7 +49,7 @@ from torchtitan_like.util.units import format_bytes
 RELEASE = "Debian 12 (bookworm)"
 MANIFEST = Path(__file__).with_name("corpus_manifest.json")
 DOCUMENTS = Path(__file__).with_name("corpus_documents.tsv.xz")
-TRAIN, HELD_OUT = "train.jsonl", "heldout.jsonl"
+FILES = [f"{split}/{kind}.jsonl" for split in ("train", "heldout") for kind in ("text", "code")]
 PACKAGES = """
 ada-reference-manual-2012 anarchism apache2-doc aptitude-doc-en bash-doc bind9-doc cargo-web-doc
 cinder-doc cmake-doc cppreference-doc-en-html csound-doc db5.3-doc debian-faq debian-handbook
@@ -104,6 +107,18 @@ class Document(NamedTuple):
     @property
     def is_held_out(self) -> bool:
         return int(self.digest[:8], 16) % HELD_OUT_IN == 0
+
+    @property
+    def file(self) -> str:
+        """Path of the file that has it, below the folder of the corpus."""
+        path = self.source.partition("#")[0].removesuffix(".gz")
+        kind = "code" if path.endswith(".py") else "text"
+        return f"{'heldout' if self.is_held_out else 'train'}/{kind}.jsonl"
+
+    def write(self, output: TextIO) -> None:
+        """Write it as a line of JSON."""
+        row = {"text": self.text, "source": self.source}
+        output.write(json.dumps(row, ensure_ascii=False) + "\n")
 
     @classmethod
     def of(cls, source: str, text: str) -> Document:
@@ -304,26 +319,32 @@ def build(files: dict[str, Path], folder: Path) -> tuple[dict[str, Any], list[Do
     """Write the corpus. Returns its manifest, and its documents without their texts."""
     packages: dict[str, Any] = {}
     kept: list[Document] = []
+    held_out: list[Document] = []
     deduplicator = Deduplicator()
     total, num_bytes, started = sum(f.stat().st_size for f in files.values()), 0, time.monotonic()
     progress = ProgressLine("", lambda value: format_bytes(int(value)))
-    with (
-        (folder / TRAIN).open("w", encoding="utf-8", newline="\n") as train,
-        (folder / HELD_OUT).open("w", encoding="utf-8", newline="\n") as held_out,
-    ):
-        for name, file in sorted(files.items()):
+    with ExitStack() as stack:
+        outputs = {}
+        for name in FILES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            output = (folder / name).open("w", encoding="utf-8", newline="\n")
+            outputs[name] = stack.enter_context(output)
+        for package, file in sorted(files.items()):
             content = read_package(file)
-            for document in filter(deduplicator.accepts, documents_of(name, content)):
-                row = {"text": document.text, "source": document.source}
-                output = held_out if document.is_held_out else train
-                output.write(json.dumps(row, ensure_ascii=False) + "\n")
+            for document in filter(deduplicator.accepts, documents_of(package, content)):
                 kept.append(document._replace(text=""))
-            packages[name] = {
+                if document.is_held_out:
+                    held_out.append(document)
+                else:
+                    document.write(outputs[document.file])
+            packages[package] = {
                 "version": version_of(file),
                 "licenses": licenses_of(content, file.parent),
             }
             num_bytes += file.stat().st_size
             progress("extract", num_bytes, total, time.monotonic() - started)
+        for document in sorted(held_out, key=lambda document: document.digest):
+            document.write(outputs[document.file])
     manifest = {"release": RELEASE, **summarize(kept)}
     for name, numbers in manifest["packages"].items():
         numbers |= packages[name]
@@ -351,7 +372,7 @@ def digest_of(digests: Iterable[str]) -> str:
 def read_corpus(folder: Path) -> list[Document]:
     """Return the documents of a corpus without their texts."""
     documents = []
-    for name in (TRAIN, HELD_OUT):
+    for name in FILES:
         with (folder / name).open(encoding="utf-8") as file:
             rows = map(json.loads, file)
             documents += [Document.of(row["source"], row["text"])._replace(text="") for row in rows]
@@ -409,7 +430,7 @@ def main(argv: list[str]) -> int:
     found = differences(documents)
     for line in found:
         show_error(line)
-    size = sum((folder / name).stat().st_size for name in (TRAIN, HELD_OUT))
+    size = sum((folder / name).stat().st_size for name in FILES)
     held_out = sum(document.is_held_out for document in documents)
     show(
         f"{format_bytes(size)}, {len(documents):,} documents, {held_out:,} of them held out, digest "

@@ -89,7 +89,7 @@ def test_licenses_are_named() -> None:
 
 @pytest.fixture
 def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]:
-    """Two packages of 150 pages each, in place of Debian's, and a manifest of them."""
+    """Two packages of 150 pages and a program each, in place of Debian's, and a manifest of them."""
     monkeypatch.setattr(make_corpus, "MANIFEST", tmp_path / "manifest.json")
     monkeypatch.setattr(make_corpus, "DOCUMENTS", tmp_path / "documents.tsv.xz")
     monkeypatch.setattr(make_corpus, "PACKAGES", ["b-doc", "a-doc"])
@@ -107,6 +107,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Path]
         for number in range(150):
             text = "".join(f"<p>{name} {number} {line} {PROSE}</p>" for line in range(9))
             (docs / f"{number}.html").write_text(text)
+        (docs / "example.py").write_text("\n".join(f"{name[0]}_{i} = {i}" for i in range(99)))
         (docs / "copy.html").write_text((docs / "7.html").read_text().replace("<p>", "<p> "))
         files[name] = tmp_path / "corpus/packages" / f"{name}_1_all.deb"
         files[name].parent.mkdir(parents=True, exist_ok=True)
@@ -120,11 +121,15 @@ def test_the_corpus_has_a_manifest_that_names_differences(
 ) -> None:
     folder = tmp_path / "corpus"
     assert make_corpus.main([str(folder), "--write-manifest"]) == 0
-    assert "300 documents" in capsys.readouterr().out
-    content = {name: (folder / name).read_bytes() for name in ("train.jsonl", "heldout.jsonl")}
+    assert "302 documents" in capsys.readouterr().out
+    content = {name: (folder / name).read_bytes() for name in make_corpus.FILES}
     rows = [json.loads(line) for text in content.values() for line in text.splitlines()]
-    assert len(rows) == 300 and {row["source"].split("/")[0] for row in rows} == {*packages}
-    assert 0 < content["heldout.jsonl"].count(b"\n") < 15
+    assert len(rows) == 302 and {row["source"].split("/")[0] for row in rows} == {*packages}
+    assert 0 < content["heldout/text.jsonl"].count(b"\n") < 15
+    programs = content["train/code.jsonl"] + content["heldout/code.jsonl"]
+    assert [json.loads(line)["source"][-10:] for line in programs.splitlines()] == [
+        "example.py"
+    ] * 2
     manifest = json.loads((tmp_path / "manifest.json").read_text())
     assert manifest["packages"]["b-doc"]["version"] == "1.1"
     assert manifest["packages"]["a-doc"]["licenses"] == ["Expat"]
@@ -134,10 +139,10 @@ def test_the_corpus_has_a_manifest_that_names_differences(
     assert make_corpus.main([str(folder), "--check"]) == 0
     assert manifest["digest"] in capsys.readouterr().out
 
-    first, *others = content["train.jsonl"].splitlines(keepends=True)
-    (folder / "train.jsonl").write_bytes(b"".join(others))
+    first, *others = content["train/text.jsonl"].splitlines(keepends=True)
+    (folder / "train/text.jsonl").write_bytes(b"".join(others))
     assert make_corpus.main([str(folder), "--check"]) == 1
     captured = capsys.readouterr()
     assert f"{json.loads(first)['source']} is missing" in captured.err
-    assert "a-doc differs: expected 150 documents, found 149" in captured.err
+    assert "a-doc differs: expected 151 documents, found 150" in captured.err
     assert "differs from the manifest" in captured.out
