@@ -3,10 +3,11 @@
     python scripts/make_corpus.py corpus
     python scripts/make_corpus.py corpus --check
 
-Needs Debian or a relative of it: apt downloads the packages, and dpkg-deb reads them. Nothing is
-installed. Writes text.jsonl and code.jsonl (Python's source code) with the fields `text` and `source`
-into FOLDER/train and FOLDER/heldout, and keeps the packages in FOLDER/packages. The same packages give
-the same bytes.
+Needs Debian or a relative of it, after `apt-get update`: apt downloads the packages, and dpkg-deb reads
+them. Nothing is installed. Writes text.jsonl and code.jsonl (Python's source code) with the fields `text`
+and `source` into FOLDER/train and FOLDER/heldout. Trains a tokenizer of 2,048 tokens on every 20th
+document of train/text.jsonl, and writes it into FOLDER/tokenizer. Keeps the packages in FOLDER/packages.
+The same packages give the same bytes.
 
 - A document is a file of a package: HTML, plain text, info, or Python's source code. Of HTML, the
   text without navigation remains. A file of more than 256 Ki characters becomes several documents.
@@ -38,11 +39,13 @@ import tarfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import xxhash
 
+from torchtitan_like.data.text.train_tokenizer import save_tokenizer, train_tokenizer
 from torchtitan_like.util.output import ProgressLine, show, show_error
 from torchtitan_like.util.units import format_bytes
 
@@ -71,6 +74,7 @@ FREQUENT = {"the", "of", "and", "to", "in", "is", "that", "for", "be", "are", "w
 MIN_FREQUENT = 0.06
 MIN_LINE, MAX_REPEATED = 40, 0.8
 HELD_OUT_IN = 100
+TOKENIZER_EVERY, VOCAB_SIZE = 20, 2048
 
 TEXT_NAME = re.compile(r"\.(x?html?|txt|pod|info(-\d+)?|dict\.dz)$|/fortunes/[\w-]+$|\.rst$|\.md$")
 NO_DOCUMENT = re.compile(r"/_sources/|/(changelog|copyright|genindex|search\.html|NEWS)", re.I)
@@ -392,7 +396,9 @@ def differences(documents: Iterable[Document]) -> list[str]:
     actual = summarize(documents)
     if actual["digest"] == expected["digest"]:
         return []
-    lines = []
+    lines = [
+        "Packages of other versions than the manifest's: the newest are found after apt-get update"
+    ]
     for name in sorted(expected["packages"].keys() | actual["packages"].keys()):
         before, after = (each["packages"].get(name, {}) for each in (expected, actual))
         if before.get("digest") != after.get("digest"):
@@ -425,6 +431,10 @@ def main(argv: list[str]) -> int:
         versions = {name: package["version"] for name, package in recorded.items()}
         files = download(PACKAGES, versions, folder / "packages")
         manifest, documents = build(files, folder)
+        show("Training the tokenizer")
+        with (folder / "train/text.jsonl").open(encoding="utf-8") as lines:
+            texts = [json.loads(line)["text"] for line in islice(lines, 0, None, TOKENIZER_EVERY)]
+        save_tokenizer(train_tokenizer(texts, VOCAB_SIZE), folder / "tokenizer")
         if arguments.write_manifest:
             write_manifest(manifest, documents)
     found = differences(documents)
