@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -34,6 +35,7 @@ PHASES = {
     ("modules/module.py", None): "forward",
 }
 PHASES_BY_FOLDER = {"_fully_shard": "data parallel", "pipelining": "pipeline"}
+GENERATED_CODE = re.compile(r"\w\w/c\w{51}\.py")  # of Inductor; the names are hashes
 FRAMES_SHOWN = 4
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p)
 
@@ -54,6 +56,7 @@ def call_site(frame: FrameType | None) -> tuple[str, str]:
             and not code.co_filename.startswith("<")
             and "_ops.py" not in file
         ):
+            file = "generated code" if GENERATED_CODE.fullmatch(file) else file
             names.append(f"{file}:{code.co_name}")
         frame = frame.f_back
     if node is not None:
