@@ -8,9 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtitan_like.bench import results
 from torchtitan_like.bench.run_list import BenchRun, list_runs_of_bench
+from torchtitan_like.check import DeviceType
 from torchtitan_like.config import JobConfig
 from torchtitan_like.launcher.launch import launch
 from torchtitan_like.launcher.local_devices import inspect_machine
@@ -31,23 +33,61 @@ from torchtitan_like.util.plan_file import (
 ENDS_OF_BENCH = (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
 
 
-@dataclass(frozen=True)
-class Bench:
-    """The arguments of `titan bench`.
+class Ranks(NamedTuple):
+    """The ranks of each run. options: of the launcher, by `Option.key`."""
 
-    settings: the config file and settings of all runs. vary: texts as `run_list.parse_vary` reads.
-    nproc: ranks of a run, as the launcher reads it. gpu: whose plans are made; None: no plans.
-    array_index: the only run to start; None: all of them.
+    options: dict[str, str | None]
+    number: int
+    device_type: DeviceType | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """The arguments that `titan bench` and `titan ladder` share.
+
+    settings: the config file and settings of all runs. nproc: ranks of a run, as the launcher reads
+    it. gpu: whose plans are made; None: no plans. array_index: the only run to start; None: all.
     """
 
     settings: list[str]
-    vary: list[str]
-    is_grid: bool
     num_repeats: int
     nproc: str | None
     gpu: str | None
     array_index: int | None
     only_collects: bool
+
+    def ranks(self) -> Ranks:
+        """Return the ranks. Raises LaunchError, and ValueError if there are several machines."""
+        options = {"nproc": self.nproc}
+        machine = inspect_machine(os.environ)
+        plan = read_options(options, os.environ, machine)
+        if plan.max_nodes > 1:
+            raise ValueError(
+                f"NNODES={plan.max_nodes} is set. Expected one machine, because each run starts "
+                "on its own: unset it"
+            )
+        return Ranks(options, plan.num_ranks, None if machine.num_gpus else "cpu")
+
+    def choose(self, runs: Sequence[BenchRun]) -> list[BenchRun]:
+        """Return the runs to start. Raises ValueError if none has the index of the array."""
+        if self.only_collects:
+            return []
+        if self.array_index is None:
+            return list(runs)
+        if self.array_index >= len(runs):
+            raise ValueError(
+                f"--array-index {self.array_index}: expected an index of the {len(runs)} runs, 0 to "
+                f"{len(runs) - 1}: correct it"
+            )
+        return [runs[self.array_index]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Experiment):
+    """The arguments of `titan bench`. vary: texts as `run_list.parse_vary` reads."""
+
+    vary: list[str]
+    is_grid: bool
 
 
 def run_bench(bench: Bench) -> int:
@@ -55,48 +95,35 @@ def run_bench(bench: Bench) -> int:
 
     Raises ConfigError, and LaunchError or ValueError for other wrong arguments.
     """
-    options = {"nproc": bench.nproc}
-    machine = inspect_machine(os.environ)
-    plan = read_options(options, os.environ, machine)
-    if plan.max_nodes > 1:
-        raise ValueError(
-            f"NNODES={plan.max_nodes} is set. Expected one machine, because a bench starts each run "
-            "on its own: unset it"
-        )
+    ranks = bench.ranks()
     gpu = None if bench.gpu is None else load_gpu(bench.gpu)
     runs, keys = list_runs_of_bench(
         bench.settings,
         bench.vary,
         bench.num_repeats,
-        plan.num_ranks,
-        None if machine.num_gpus else "cpu",
+        ranks.number,
+        ranks.device_type,
         is_grid=bench.is_grid,
     )
-    chosen = [] if bench.only_collects else runs
-    if bench.array_index is not None:
-        if bench.array_index >= len(runs):
-            raise ValueError(
-                f"--array-index {bench.array_index}: expected an index of the {len(runs)} runs, 0 to "
-                f"{len(runs) - 1}: correct it"
-            )
-        chosen = [runs[bench.array_index]]
+    chosen = bench.choose(runs)
     if gpu is not None:
-        write_plans(chosen, plan.num_ranks, gpu)
-    codes, is_stopped = run_all(chosen, len(runs), options)
+        write_plans(chosen, make_plans(chosen, ranks.number, gpu))
+    codes, is_stopped = run_all(chosen, len(runs), ranks.options, "bench")
     if is_stopped or bench.array_index is not None:
         return list(codes.values())[-1] if codes else 0
     rows = results.collect(runs, keys, codes)
-    results.write_results(runs, rows, keys)
+    results.write_results("bench", runs, rows, results.table_of(rows, keys))
     return results.exit_code(rows)
 
 
 def run_all(
-    runs: Sequence[BenchRun], num_runs: int, options: Mapping[str, str | None]
+    runs: Sequence[BenchRun], num_runs: int, options: Mapping[str, str | None], title: str
 ) -> tuple[dict[int, int], bool]:
     """Run what is not done. Returns the exit code of each run that was started, by its index.
 
-    num_runs: of the bench. options: of the launcher, by `Option.key`. The second value is True if
-    the bench was stopped: started again, it continues the last run. A failed run does not end it.
+    num_runs: of the whole bench. options: of the launcher, by `Option.key`. title: of the bench. The
+    second value is True if it was stopped: started again, it continues the last run. A failed run
+    does not end it.
     """
     waiting = [run for run in runs if not run.is_done]
     total = sum(run.config.training.steps for run in waiting)
@@ -111,9 +138,9 @@ def run_all(
         with restored_signals():
             codes[run.index] = launch(options, run.argv, run.argv)
         num_steps += run.config.training.steps
-        progress("bench", num_steps, total, time.monotonic() - started)
+        progress(title, num_steps, total, time.monotonic() - started)
         if codes[run.index] in ENDS_OF_BENCH and not _was_killed_alone(run):
-            show_error(f"The bench stopped in {run.name}. The same command continues it.")
+            show_error(f"The {title} stopped in {run.name}. The same command continues it.")
             return codes, True
     return codes, False
 
@@ -134,28 +161,36 @@ def restored_signals() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-def write_plans(runs: Sequence[BenchRun], num_ranks: int, gpu: Gpu) -> None:
-    """Write plan.json into the folder of each run that has none of its configuration and GPU.
+def make_plans(runs: Sequence[BenchRun], num_ranks: int, gpu: Gpu) -> dict[str, PlanFile]:
+    """Return the plan of each variant. A run whose folder has one is not planned again.
 
-    A run whose dry run fails has no plan.
+    A variant whose dry run fails has no plan.
     """
     plans: dict[str, PlanFile] = {}
     for run in runs:
+        if run.variant in plans:
+            continue
         path = run.folder / PLAN
         settings = settings_of(run.config.model_dump(), num_ranks)
         if path.exists():
             plan = read_plan(path)
             if plan.gpu == gpu.key and not differences(plan, settings):
+                plans[run.variant] = plan
                 continue
-        if run.variant not in plans:
-            show_error(f"Planning {run.variant}")
-            try:
-                plans[run.variant] = plan_of_run(run.config, num_ranks, gpu)
-            except RuntimeError as error:  # the dry run fails
-                show_error(f"No plan of {run.variant}: {error}")
-                continue
-        run.folder.mkdir(parents=True, exist_ok=True)
-        write_plan(path, plans[run.variant])
+        show_error(f"Planning {run.variant}")
+        try:
+            plans[run.variant] = plan_of_run(run.config, num_ranks, gpu)
+        except RuntimeError as error:  # the dry run fails
+            show_error(f"No plan of {run.variant}: {error}")
+    return plans
+
+
+def write_plans(runs: Sequence[BenchRun], plans: Mapping[str, PlanFile]) -> None:
+    """Write plan.json into the folder of each run whose variant has a plan."""
+    for run in runs:
+        if plan := plans.get(run.variant):
+            run.folder.mkdir(parents=True, exist_ok=True)
+            write_plan(run.folder / PLAN, plan)
 
 
 def plan_of_run(config: JobConfig, num_ranks: int, gpu: Gpu) -> PlanFile:

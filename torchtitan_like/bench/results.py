@@ -27,8 +27,6 @@ from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.plan_file import PLAN, read_plan
 
-CSV_FILE = "bench.csv"
-PAGE_FILE = "bench.html"
 NOT_STARTED = "not started"
 DONE = ExitCode.DONE.reason
 
@@ -44,6 +42,7 @@ MEASURES = {
 }
 # Two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
 T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
+Z_95 = statistics.NormalDist().inv_cdf(0.975)
 FORMULA = (
     "mean ± t · s / √n over n repeats with different seeds: 95 % confidence interval, with the "
     "standard deviation s (divisor n - 1) and the 0.975 quantile t of Student's t distribution "
@@ -69,7 +68,7 @@ def t_quantile(degrees: int) -> float:
     """
     if degrees <= len(T_QUANTILES):
         return T_QUANTILES[degrees - 1]
-    z = statistics.NormalDist().inv_cdf(0.975)
+    z = Z_95
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,
@@ -260,12 +259,14 @@ def _text(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def write_results(runs: Sequence[BenchRun], rows: Sequence[Row], keys: Sequence[str]) -> None:
-    """Write the CSV file and the page into the folder of the bench, and print the table."""
-    folder = runs[0].folder.parent
-    write_csv(folder / CSV_FILE, rows)
-    show(f"Wrote {folder / CSV_FILE}")
-    table = table_of(rows, keys)
+def write_results(name: str, runs: Sequence[BenchRun], rows: Sequence[Row], table: Table) -> None:
+    """Write the CSV file and the page into the folder of the bench, and print the table.
+
+    name: of the files, without their suffix.
+    """
+    path = runs[0].folder.parent / name
+    write_csv(path.with_suffix(".csv"), rows)
+    show(f"Wrote {path}.csv")
     histories = list(read_run_histories(runs).values())
     try:
         require_bokeh()
@@ -273,8 +274,14 @@ def write_results(runs: Sequence[BenchRun], rows: Sequence[Row], keys: Sequence[
         show_error(str(error))
     else:
         if histories:
-            write_page(folder / PAGE_FILE, histories, is_redacted=False, table=table)
-            show(f"Wrote {folder / PAGE_FILE}")
+            page = path.with_suffix(".html")
+            write_page(page, histories, is_redacted=False, table=table)
+            show(f"Wrote {page}")
+    show_table(table)
+
+
+def show_table(table: Table) -> None:
+    """Print a table."""
     lines = [table.head, *table.rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     for line in lines:

@@ -110,24 +110,41 @@ def list_runs_of_bench(
 ) -> tuple[list[BenchRun], list[str]]:
     """Check the configuration of each run. Returns the runs in their order, and the varied keys.
 
-    settings: the config file and settings of all runs. vary: the texts of `--vary`. All variants
-    come before their next repeat. A variant that equals an earlier one is left out.
+    settings: the config file and settings of all runs. vary: the texts of `--vary`.
+    num_repeats and the others: see `check_runs`.
 
     Raises ConfigError with the problems of all of them.
     """
     varied = _parse_all(vary)
     keys = [each.key for each in varied]
-    lists = list_overrides(varied, is_grid=is_grid)
-    variants = _load_variants(settings, lists, keys, num_ranks, device_type)
-    bench = Path(variants[0].config.job.dump_folder)
+    variants = {run_name(each, keys): each for each in list_overrides(varied, is_grid=is_grid)}
+    return check_runs(settings, variants, num_repeats, num_ranks, device_type), keys
+
+
+def check_runs(
+    settings: Sequence[str],
+    variants: Mapping[str, Overrides],
+    num_repeats: int,
+    num_ranks: int,
+    device_type: DeviceType | None,
+) -> list[BenchRun]:
+    """Check the configuration of each run, and return the runs in their order.
+
+    variants: by name, with what overrides `settings`. All variants come before their next repeat. A
+    variant that equals an earlier one is left out.
+
+    Raises ConfigError with the problems of all of them.
+    """
+    loaded = _load_variants(settings, variants, num_ranks, device_type)
+    bench = Path(loaded[0].config.job.dump_folder)
     runs = [
-        _repeat(index * len(variants) + number, variant, index, bench)
+        _repeat(index * len(loaded) + number, variant, index, bench)
         for index in range(num_repeats)
-        for number, variant in enumerate(variants)
+        for number, variant in enumerate(loaded)
     ]
     if problems := list(_folder_problems(bench, runs)):
         raise ConfigError(problems)
-    return runs, keys
+    return runs
 
 
 def _parse_all(vary: Sequence[str]) -> list[Vary]:
@@ -153,17 +170,15 @@ def _parse_all(vary: Sequence[str]) -> list[Vary]:
 
 def _load_variants(
     settings: Sequence[str],
-    lists: Sequence[Overrides],
-    keys: Sequence[str],
+    variants: Mapping[str, Overrides],
     num_ranks: int,
     device_type: DeviceType | None,
 ) -> list[BenchRun]:
     """Return one run of each variant, with the settings of the base for folder and seed."""
-    variants: dict[str, BenchRun] = {}
+    loaded: dict[str, BenchRun] = {}
     found: dict[str, Problem] = {}
     names_with: dict[str, list[str]] = {}
-    for overrides in lists:
-        name = run_name(overrides, keys)
+    for name, overrides in variants.items():
         argv = [*settings, *(f"--{key}={value}" for key, value in overrides.items())]
         try:
             config, _ = load_for_command(argv, num_ranks, training=True, device_type=device_type)
@@ -173,16 +188,16 @@ def _load_variants(
                 names_with.setdefault(str(problem), []).append(name)
             continue
         variant = BenchRun(0, name, config.debug.seed or 0, config, argv)
-        variants.setdefault(dump_toml(config), variant)
+        loaded.setdefault(dump_toml(config), variant)
     if found:
         raise ConfigError(
             # Of a problem that not all variants have, name the first one that has it.
             problem
-            if len(names_with[text]) == len(lists)
+            if len(names_with[text]) == len(variants)
             else replace(problem, origin=f"{problem.origin}, in {names_with[text][0]}")
             for text, problem in found.items()
         )
-    return list(variants.values())
+    return list(loaded.values())
 
 
 def _repeat(index: int, variant: BenchRun, repeat: int, bench: Path) -> BenchRun:

@@ -150,6 +150,7 @@ COMMANDS = (
     Command(
         "bench", "Start", "train with varied settings, and compare", "train", takes_settings=True
     ),
+    Command("ladder", "Start", "predict the loss of a larger model", "train", takes_settings=True),
     Command(
         "config", "Start", "list, show or copy the configurations of the package", verbs=CONFIG
     ),

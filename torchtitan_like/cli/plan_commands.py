@@ -303,6 +303,7 @@ def run_search(arguments: argparse.Namespace) -> int:
 
 
 def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster: Cluster) -> int:
+    from torchtitan_like.config.toml_text import path_to_extend
     from torchtitan_like.plan import search_report
     from torchtitan_like.plan.plan_report import allocator_note, caveats
     from torchtitan_like.plan.search import global_batch_of, search, space_of
@@ -345,9 +346,8 @@ def _search(arguments: argparse.Namespace, config: JobConfig, gpu: Gpu, cluster:
         show_error(f"Wrote {arguments.svg}")
     given = arguments.config or str(base)
     target = output or Path("best.toml")
-    text = search_report.toml_of(
-        found.ranked[0][0], space, search_report.path_to_extend(given, base, target)
-    )
+    extends = path_to_extend(given, base, target)
+    text = search_report.toml_of(found.ranked[0][0], space, extends)
     if output is not None:
         try:
             write_atomically(output, text)

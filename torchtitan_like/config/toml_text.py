@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+from collections.abc import Mapping
+from pathlib import Path as FilePath
 from typing import Any
 
 from torchtitan_like.config.base import Section
@@ -24,6 +27,37 @@ def dump_toml(config: JobConfig) -> str:
     for setting in settings_of(type(config)):
         _write_section(getattr(config, setting.path[0]), setting.path, blocks)
     return "\n".join(blocks)
+
+
+def extending_toml(
+    config: JobConfig, settings: Mapping[str, Any], extends: str, comment: str
+) -> str:
+    """Return a TOML file that extends the one of a configuration with other settings.
+
+    Settings of the command line are included. extends: see `path_to_extend`.
+    """
+    values = {
+        key: config.value_of(key) for key in config.keys_of("command line") if "." in key
+    } | dict(settings)
+    values.pop("job.config_file", None)
+    sections: dict[str, list[str]] = {}
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {toml_value(value)}")
+    text = f"# {comment}\nextends = {toml_value(extends)}\n"
+    for section, rows in sections.items():
+        text += f"\n[{section}]\n" + "".join(f"{row}\n" for row in rows)
+    return text
+
+
+def path_to_extend(given: str, found: FilePath, output: FilePath) -> str:
+    """Return how `output` names the file that it extends.
+
+    given: the path or name of the command line. found: the file. A bundled file keeps its name.
+    """
+    if found != FilePath(given).expanduser():
+        return given
+    return FilePath(os.path.relpath(found.resolve(), output.resolve().parent)).as_posix()
 
 
 def _write_section(section: Section, path: Path, blocks: list[str]) -> None:

@@ -50,7 +50,7 @@ WIDTH_KEYS = (
     "q_lora_rank",
     "kv_lora_rank",
 )
-_BASE_KEYS = (*WIDTH_KEYS, "head_dim", "multiple_of", "ffn_dim_multiplier", "n_layers")
+BASE_KEYS = (*WIDTH_KEYS, "head_dim", "multiple_of", "ffn_dim_multiplier", "n_layers")
 _READOUT_ROLES = ("output", "router")
 # Of the model, and of multi-token prediction.
 _FINAL_NORMS = ("norm.weight", "layers.*.norm.weight")
@@ -69,9 +69,9 @@ def find_problems(spec: ModelSpec, args: Any, base: Any, changes: Mapping[str, A
     if "dim" not in changes:
         return ["the width of the model for which the learning rate was chosen is missing"]
     problems = [
-        f"{key}: only {', '.join(_BASE_KEYS)} may differ"
+        f"{key}: only {', '.join(BASE_KEYS)} may differ"
         for key in changes
-        if key not in _BASE_KEYS and getattr(args, key) != getattr(base, key)
+        if key not in BASE_KEYS and getattr(args, key) != getattr(base, key)
     ]
     if not spec.widths(args).queries and args.head_dim != base.head_dim:
         problems.append(

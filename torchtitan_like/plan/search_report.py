@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torchtitan_like.config.toml_text import toml_value
+from torchtitan_like.config.toml_text import extending_toml
 from torchtitan_like.models.spec import describe_size, get_spec, resolve_args
 from torchtitan_like.plan.durations import mfu_peak
 from torchtitan_like.plan.layouts import Layout, Space, settings_of
@@ -216,31 +214,7 @@ def as_json(found: SearchResult, request: Request) -> dict[str, Any]:
 
 
 def toml_of(layout: Layout, space: Space, extends: str) -> str:
-    """Return a TOML file that extends the given one with the settings of a layout.
-
-    Settings of the command line are included. extends: the path or name to extend.
-    """
-    config = space.config
-    values = {
-        key: config.value_of(key) for key in config.keys_of("command line") if "." in key
-    } | settings_of(layout, space)
-    values.pop("job.config_file", None)
-    sections: dict[str, list[str]] = {}
-    for key, value in values.items():
-        section, _, name = key.rpartition(".")
-        sections.setdefault(section, []).append(f"{name} = {toml_value(value)}")
-    text = f"# {layout.name} ({layout.details}), {space.world_size} ranks: written by `titan plan search`.\n"
-    text += f"extends = {toml_value(extends)}\n"
-    for section, rows in sections.items():
-        text += f"\n[{section}]\n" + "".join(f"{row}\n" for row in rows)
-    return text
-
-
-def path_to_extend(given: str, found: Path, output: Path) -> str:
-    """Return how `output` names the file that it extends.
-
-    given: the path or name of the command line. found: the file. A bundled file keeps its name.
-    """
-    if found != Path(given).expanduser():
-        return given
-    return Path(os.path.relpath(found.resolve(), output.resolve().parent)).as_posix()
+    """Return a TOML file with the settings of a layout. extends: see `extending_toml`."""
+    title = f"{layout.name} ({layout.details}), {space.world_size} ranks"
+    comment = f"{title}: written by `titan plan search`."
+    return extending_toml(space.config, settings_of(layout, space), extends, comment)
