@@ -1,8 +1,9 @@
-"""A bench that is interrupted and killed has the results of one that is not."""
+"""A bench or ladder that is interrupted and killed has the results of one that is not."""
 
 from __future__ import annotations
 
 import csv
+import json
 import signal
 import subprocess
 import sys
@@ -19,12 +20,18 @@ WORDS = (
     "--metrics.log_freq 1 --metrics.enable_tensorboard false --job.dump_folder"
 )
 NAMES = ["base,seed=42", "lr=4e-4,seed=42", "base,seed=43", "lr=4e-4,seed=43"]
+LADDER = (
+    "ladder debug_model.toml --rungs 4 --factor 1.5 --tokens-per-param 0.05 --checkpoint.interval 5 "
+    "--model.args.dim 64 --model.args.n_layers 2 --model.args.n_heads 16 --training.seq_len 32 "
+    "--training.dataset shakespeare_validation --validation.seq_len 32 --validation.steps 4 "
+    "--metrics.log_freq 1 --metrics.enable_tensorboard false --job.dump_folder"
+)
 OF_TIME = ("tps", "mfu", "step_s", "memory_gib", "equal_seconds", "loss_at_equal_time")
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, words: str = WORDS) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "torchtitan_like", *WORDS.split(), str(folder)],
+        [sys.executable, "-m", "torchtitan_like", *words.split(), str(folder)],
         cwd=ROOT,
         env=trainer_environment(),
         stdin=subprocess.DEVNULL,
@@ -44,8 +51,8 @@ def wait_for_rows(run: Path, num_rows: int) -> None:
         time.sleep(0.01)
 
 
-def read_csv(folder: Path) -> list[dict[str, str]]:
-    with (folder / "bench.csv").open() as file:
+def read_csv(folder: Path, name: str = "bench.csv") -> list[dict[str, str]]:
+    with (folder / name).open() as file:
         return list(csv.DictReader(file))
 
 
@@ -86,3 +93,25 @@ def test_an_interrupted_and_killed_bench_equals_an_uninterrupted_one(tmp_path: P
         assert after["loss_at_equal_tokens"] and after["loss_at_equal_tokens_ci95"]
     for name, attempts in zip(NAMES, (1, 2, 2, 1), strict=True):
         assert len(list((folder / name / "attempts").iterdir())) == attempts
+
+
+def test_a_killed_ladder_continues_and_predicts_its_target(tmp_path: Path) -> None:
+    killed = start(tmp_path, LADDER)
+    wait_for_rows(tmp_path / "rung-2,seed=42", 20)
+    kill_session(killed)
+    assert not (tmp_path / "rung-3,seed=42").exists()
+
+    finished = start(tmp_path, LADDER)
+    output, _ = finished.communicate(timeout=300)
+    assert finished.returncode == 0, output
+    assert "1 of 4 runs are done already" in output and "Run 2 of 4, index 1: rung-2" in output
+    assert "rung-4 from the smaller rungs: predicted" in output
+    rows = read_csv(tmp_path, "ladder.csv")
+    assert [row["state"] for row in rows] == ["done"] * 4
+    assert [row["law_loss"] for row in rows] == [row["validation_loss"] for row in rows]
+    assert all(row["planned_tokens"] == row["tokens"] for row in rows)
+    for number, attempts in zip((1, 2, 3, 4), (1, 2, 1, 1), strict=True):
+        folder = tmp_path / f"rung-{number},seed=42"
+        assert len(list((folder / "attempts").iterdir())) == attempts
+    (prediction,) = json.loads((tmp_path / "ladder.json").read_text())["predictions"]
+    assert prediction["low"] <= prediction["loss"] <= prediction["high"]

@@ -341,6 +341,7 @@ CHECKS = {
     ),
     "titan train ": lambda words: check_train(words),
     "titan bench ": lambda words: parse_titan(words[1:]),
+    "titan ladder ": lambda words: parse_titan(words[1:]),
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),

@@ -19,11 +19,15 @@ from torchtitan_like.models.spec import ModelSpec, resolve_args
 NEEDED_SIZES = ("dim", "n_layers", "n_heads")
 # `multiple_of` shrinks with the width, so that the feed-forward width does, too.
 SCALED_KEYS = (*WIDTH_KEYS, "multiple_of")
+MAX_WIDTHS = 32  # about as many different ones are tried
 ALIGNMENT = 8  # of widths, if the target's have it: tensor cores need it
 # The largest ratio between the width/depth ratios of the target and of a rung with several layers, and
 # how much its logarithm counts relative to the one of a wrong number of parameters.
-MAX_DISTORTION, DISTORTION_WEIGHT = 2.0, 0.5
-OTHER_GROUPS = 0.3  # what another ratio of n_heads to n_kv_heads adds to a distortion
+MAX_DISTORTION, DISTORTION_WEIGHT = 2.0, 0.3
+# Powers of --factor: how far the parameters of a rung may be from the wanted number, and how many times
+# as many as those of the rung before they are at least.
+MAX_ERROR, MIN_STEP = 0.75, 0.25
+OTHER_GROUPS = 0.5  # what another ratio of n_heads to n_kv_heads adds to a distortion
 NO_CHECKPOINT = ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf")
 
 
@@ -82,11 +86,12 @@ def list_rungs(
     batch_tokens = context.geometry.global_batch_size * config.training.seq_len
     num_params = model.spec.num_params(model.args)
     shapes = list(_shapes(model.spec, model.args, has_fixed_depth=_has_fixed_depth(config)))
-    models = []
+    models: list[tuple[int, Shape]] = []
     for number in range(1, num_rungs + 1):
         wanted = num_params / factor ** (num_rungs + 1 - number)
         shape = _nearest(shapes, wanted, factor, config, num_ranks, model.spec)
-        if shape is None:
+        smallest = models[-1][1].num_params * factor**MIN_STEP if models else 0
+        if shape is None or shape.num_params < smallest:
             raise ValueError(_no_shape(number, num_rungs, wanted, shapes))
         models.append((number, shape))
     models.append((0, Shape({}, model.args, num_params, 0.0)))
@@ -132,7 +137,8 @@ def _shapes(spec: ModelSpec, args: Any, *, has_fixed_depth: bool) -> Iterator[Sh
     # Every second, ... layer has experts: rungs have whole groups of such layers.
     group = getattr(args, "interleave_moe_layer_step", 1)
     depths = [args.n_layers] if has_fixed_depth else range(group, args.n_layers + 1, group)
-    for heads in range(1, args.n_heads + 1):
+    step = max(1, args.n_heads // MAX_WIDTHS)
+    for heads in range(step, args.n_heads + 1, step):
         for layers in depths:
             width_ratio, depth_ratio = heads / args.n_heads, layers / args.n_layers
             distortion = 0.0 if has_fixed_depth else abs(math.log(width_ratio / depth_ratio))
@@ -182,16 +188,15 @@ def _nearest(
 ) -> Shape | None:
     """Return the shape that is nearest to a number of parameters and to the target's proportions.
 
-    Its layout is valid, if any of them is. None if all are nearer to another rung.
+    Its layout is valid, if any of them is. None if none has about the wanted number.
     """
 
     def distance(shape: Shape) -> float:
         error = abs(math.log(shape.num_params / wanted))
         return error + DISTORTION_WEIGHT * shape.distortion
 
-    near = [
-        shape for shape in shapes if abs(math.log(shape.num_params / wanted)) < math.log(factor) / 2
-    ]
+    limit = MAX_ERROR * math.log(factor)
+    near = [shape for shape in shapes if abs(math.log(shape.num_params / wanted)) < limit]
     near.sort(key=distance)
     valid = (shape for shape in near if not check_layout(config, num_ranks, spec, shape.args))
     return next(valid, near[0] if near else None)

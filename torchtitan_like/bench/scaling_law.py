@@ -30,7 +30,7 @@ SMALLEST_EXPONENT, LARGEST_EXPONENT = 0.02, 3.0
 # Points of a grid along each exponent, in equal ratios: of the first one, and of each refinement.
 NUM_COARSE, NUM_FINE = 25, 9
 NUM_GRIDS = 40  # of the fit; each spans a half of the one before it
-NUM_SAMPLE_GRIDS = {1: 6, 2: 2}  # of the bootstrap's fits, by number of inputs
+NUM_SAMPLE_GRIDS = {1: 3, 2: 2}  # of the bootstrap's fits, by number of inputs
 CHUNK = 100  # samples whose errors are computed at once, which bounds the memory
 NAMES = ("N", "D")
 COEFFICIENTS, EXPONENTS = ("A", "B"), ("alpha", "beta")
