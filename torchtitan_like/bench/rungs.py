@@ -86,15 +86,19 @@ def list_rungs(
     batch_tokens = context.geometry.global_batch_size * config.training.seq_len
     num_params = model.spec.num_params(model.args)
     shapes = list(_shapes(model.spec, model.args, has_fixed_depth=_has_fixed_depth(config)))
-    models: list[tuple[int, Shape]] = []
-    for number in range(1, num_rungs + 1):
+    models = [(0, Shape({}, model.args, num_params, 0.0))]
+    for number in range(num_rungs, 0, -1):
         wanted = num_params / factor ** (num_rungs + 1 - number)
         shape = _nearest(shapes, wanted, factor, config, num_ranks, model.spec)
-        smallest = models[-1][1].num_params * factor**MIN_STEP if models else 0
-        if shape is None or shape.num_params < smallest:
-            raise ValueError(_no_shape(number, num_rungs, wanted, shapes))
+        largest = models[-1][1].num_params / factor**MIN_STEP
+        if shape is None or shape.num_params > largest:
+            raise ValueError(
+                f"--rungs {num_rungs}: only {num_rungs - number} models with heads of the same size "
+                f"exist in ratios of --factor {factor:g}, and none has about {wanted:,.0f} parameters. "
+                "Expected one for each rung: choose fewer rungs, another --factor, a smaller "
+                "vocabulary, or a target with more heads and layers"
+            )
         models.append((number, shape))
-    models.append((0, Shape({}, model.args, num_params, 0.0)))
     rungs = [
         _rung(config, model, number, shape, ratio, batch_tokens, has_name=len(ratios) > 1)
         for ratio in ratios
@@ -200,16 +204,6 @@ def _nearest(
     near.sort(key=distance)
     valid = (shape for shape in near if not check_layout(config, num_ranks, spec, shape.args))
     return next(valid, near[0] if near else None)
-
-
-def _no_shape(number: int, num_rungs: int, wanted: float, shapes: Sequence[Shape]) -> str:
-    nearest = min((shape.num_params for shape in shapes), key=lambda n: abs(math.log(n / wanted)))
-    return (
-        f"--rungs {num_rungs}: rung {number} would have {wanted:,.0f} parameters, and the nearest "
-        f"smaller model with heads of the same size has {nearest:,}. Expected models in equal "
-        "ratios: choose fewer rungs, another --factor, a smaller vocabulary, or a target with more "
-        "heads and layers"
-    )
 
 
 # ---- settings

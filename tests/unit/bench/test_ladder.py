@@ -316,7 +316,7 @@ def test_a_rung_that_does_not_fit_is_refused_before_any_run(
     [
         (["--rungs", "3"], 2, "Expected at least 4 rungs: add some"),
         (["--rungs", "2", "--tokens-per-param", "1,2,3"], 2, "Expected at least 3 rungs"),
-        (["--rungs", "12"], 2, "--rungs 12: rung 1 would have"),
+        (["--rungs", "12"], 2, "--rungs 12: only 5 models with heads of the same size"),
         (["--tokens-per-param", "10,many"], 2, "it is 'many'. Expected a number above 0"),
         (["--tokens-per-param", "-1"], 2, "it is '-1'. Expected a number above 0"),
         (["--factor", "1"], 2, "Expected a number above 1"),
