@@ -113,5 +113,6 @@ def test_a_killed_ladder_continues_and_predicts_its_target(tmp_path: Path) -> No
     for number, attempts in zip((1, 2, 3, 4), (1, 2, 1, 1), strict=True):
         folder = tmp_path / f"rung-{number},seed=42"
         assert len(list((folder / "attempts").iterdir())) == attempts
+    assert "Scaling ladder" in (tmp_path / "ladder.html").read_text()
     (prediction,) = json.loads((tmp_path / "ladder.json").read_text())["predictions"]
     assert prediction["low"] <= prediction["loss"] <= prediction["high"]
