@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from torchtitan_like.check import load_checked
+from torchtitan_like.config.toml_text import path_to_extend
 from torchtitan_like.models.spec import get_spec, resolve_args
 from torchtitan_like.plan import search as searching
 from torchtitan_like.plan.closed_form import network_of
@@ -39,7 +40,6 @@ from torchtitan_like.plan.search_report import (
     bar,
     lines,
     numbers,
-    path_to_extend,
     toml_of,
     why_slower,
 )
