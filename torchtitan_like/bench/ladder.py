@@ -23,7 +23,7 @@ from torchtitan_like.plan.remedies import find_remedies
 from torchtitan_like.report.page import Table
 from torchtitan_like.util.bundle import find_config
 from torchtitan_like.util.files import write_atomically
-from torchtitan_like.util.output import show
+from torchtitan_like.util.output import show, show_error
 from torchtitan_like.util.plan_file import PlanFile
 from torchtitan_like.util.units import GIB
 
@@ -108,28 +108,28 @@ def _require_fit(
     runs: Sequence[BenchRun], plans: Mapping[str, PlanFile], num_ranks: int, gpu: Gpu
 ) -> None:
     """Raise ConfigError if a run does not fit on the GPU."""
-    problems = []
-    for run in {run.variant: run for run in runs}.values():
-        plan = plans.get(run.variant)
-        if plan is None or plan.fullest <= gpu.memory_gib:
-            continue
-        needed, available = (round(gib * GIB) for gib in (plan.fullest, gpu.memory_gib))
-        remedies = [
-            f"{' '.join(remedy.settings)} ({remedy.cost})"
-            for remedy in find_remedies(run.config, num_ranks, gpu)
-        ]
-        problems.append(
-            Problem(
-                "--plan",
-                gpu.key,
-                f"a GPU on which all rungs fit; {run.variant} needs {needed:,} bytes of the "
-                f"{available:,} bytes of {gpu.name}",
-                f"use one of {'; '.join(remedies)}" if remedies else "use more ranks",
-                ORIGIN,
-            )
+    needed = {name: plan.fullest for name, plan in plans.items() if plan.fullest > gpu.memory_gib}
+    refused = [run for run in {run.variant: run for run in runs}.values() if run.variant in needed]
+    if not refused:
+        return
+    fullest = max(refused, key=lambda run: needed[run.variant])
+    show_error(f"Searching for a change with which {fullest.variant} fits")
+    remedy = "use more ranks, or fewer or smaller rungs"
+    for change in find_remedies(fullest.config, num_ranks, gpu):
+        remedy = f"{fullest.variant} fits with {' '.join(change.settings)} ({change.cost})"
+        break
+    raise ConfigError(
+        Problem(
+            "--plan",
+            gpu.key,
+            f"a GPU on which all rungs fit; {run.variant} needs "
+            f"{round(needed[run.variant] * GIB):,} bytes of the {round(gpu.memory_gib * GIB):,} "
+            f"bytes of {gpu.name}",
+            remedy,
+            ORIGIN,
         )
-    if problems:
-        raise ConfigError(problems)
+        for run in refused
+    )
 
 
 def write_configs(settings: Sequence[str], runs: Sequence[BenchRun]) -> list[BenchRun]:
