@@ -52,6 +52,7 @@ from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import build_memory_monitor
 from torchtitan_like.monitor.metrics import Metrics
 from torchtitan_like.monitor.plan_check import observe_plan
+from torchtitan_like.monitor.reference_curve import build_reference
 from torchtitan_like.monitor.rows import RowCollector, RowFiles
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.start_clock import StartClock
@@ -473,6 +474,7 @@ def build_metrics(run: RankRun, *, sources: Sequence[str], expert_layers: list[i
         RowFiles(attempt.run, attempt.number, failures) if world.rank == 0 else None,
         observers,
         ExpertMetrics(expert_layers, world.dims.ep),
+        build_reference(config.validation) if world.rank == 0 else None,
         log_freq=section.log_freq,
         last_step=config.training.steps,
     )

@@ -250,6 +250,7 @@ def expect_end_of_data(runs: list[RunResult]) -> None:
 DEFAULT = Feature(
     [options("--profiling.enable_profiling", "--validation.enable", "--metrics.enable_tensorboard",
              profiling__profile_freq=3, profiling__profiler_warmup=1, metrics__log_freq=2,
+             validation__reference_curve="tests/assets/reference_curve.csv",
              activation_checkpoint__mode="full")],
     "Two ranks equal one rank; profiling, TensorBoard, validation",
     "default",
@@ -505,6 +506,19 @@ def test_step_log_line_contains_the_metrics(default: RunResult) -> None:
         for row in default.metrics
         if row["step"] in LOG_STEPS
     ], lines
+
+
+def test_rank_0_compares_each_validation_with_the_reference_curve(default: RunResult) -> None:
+    """The validation after step 6 is beyond the curve, which ends at step 5."""
+    rows = read_rows(default.dump_folder / "validation.jsonl")
+    expected = [
+        f"{rows[0]['bits_per_byte']:.2f} bits/byte at step 1; recipe: 6.00",
+        f"{rows[1]['bits_per_byte']:.2f} bits/byte at step 3; recipe: 5.60 (5.50 to 5.70, 2 seeds)",
+    ]
+    lines = log_lines(default)
+    assert [line for line in lines if "recipe" in line] == expected
+    assert lines[lines.index(expected[0]) - 1].startswith("validate step:  1")
+    assert default.stdout.count("; recipe: ") == len(expected)
 
 
 def test_start_and_end_are_logged_in_order(default: RunResult) -> None:

@@ -14,6 +14,7 @@ from torchtitan_like.config.dataset_names import datasets_for
 from torchtitan_like.config.fields import settings_of
 from torchtitan_like.config.problems import Problem, no_effect_warning
 from torchtitan_like.extensions.user_code import ExtensionError
+from torchtitan_like.monitor.reference_curve import COLUMNS, read_reference_curve
 from torchtitan_like.util.modules import is_dotted
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -31,6 +32,7 @@ def check_datasets(config: JobConfig) -> Iterator[Problem]:
     yield from _check_dataset(config, "training", "data.sources")
     if config.validation.enable:
         yield from _check_dataset(config, "validation", "validation.sources")
+        yield from _check_reference_curve(config.validation.reference_curve)
 
 
 def _check_dataset(config: JobConfig, section: str, table: str) -> Iterator[Problem]:
@@ -152,6 +154,21 @@ def _check_files(
             find_corpus(path, format_name)
         except DataError as error:
             yield Problem(key, None, f"files that can be read; {error}", involves=involves)
+
+
+def _check_reference_curve(path: str | None) -> Iterator[Problem]:
+    if path is None:
+        return
+    key, columns = "validation.reference_curve", ",".join(COLUMNS)
+    try:
+        read_reference_curve(path)
+    except FileNotFoundError:
+        expected = f"a CSV file; {describe_missing(Path(path))}, and none in the package"
+        remedy = 'correct the path, or set it to "None"'
+        yield Problem(key, None, expected, remedy, severity="training_error")
+    except (OSError, ValueError) as error:
+        expected = f"a CSV file with the columns {columns}; {error}"
+        yield Problem(key, None, expected, "correct the file, or copy it again")
 
 
 def _matches(path: str) -> bool:

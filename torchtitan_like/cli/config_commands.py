@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from torchtitan_like.cli.common import run_checked
-from torchtitan_like.util.bundle import TRAIN_CONFIGS
+from torchtitan_like.util.bundle import TRAIN_CONFIGS, config_names
 from torchtitan_like.util.exit_codes import WRONG_INPUT
 from torchtitan_like.util.output import show_error
 
@@ -27,11 +27,11 @@ def run_ls(_arguments: argparse.Namespace) -> int:
     """Print the list. Returns the exit code."""
     from torchtitan_like.config.layers import parse_toml
 
-    for file in sorted(TRAIN_CONFIGS.glob("*.toml")):
-        text = file.read_text()
+    for name in config_names():
+        text = (TRAIN_CONFIGS / name).read_text()
         hardware = re.findall(r"^# Hardware: ([^.;(]*)", text, re.MULTILINE)
         description = parse_toml(text)["job"]["description"]
-        print(f"{file.name:<24}{description:<48}{' '.join(hardware).strip()}")
+        print(f"{name:<28}{description:<48}{' '.join(hardware).strip()}")
     return 0
 
 
@@ -92,7 +92,7 @@ def _bundled(name: str) -> Path:
     """Return the path of a configuration, with or without .toml. Raises ValueError."""
     from torchtitan_like.util.suggestions import did_you_mean
 
-    names = [file.name for file in TRAIN_CONFIGS.glob("*.toml")]
+    names = config_names()
     file_name = f"{name.removesuffix('.toml')}.toml"
     if file_name in names:
         return TRAIN_CONFIGS / file_name

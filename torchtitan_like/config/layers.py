@@ -10,7 +10,7 @@ from pathlib import Path as FilePath
 from typing import Any
 
 from torchtitan_like.config.problems import Problem
-from torchtitan_like.util.bundle import TRAIN_CONFIGS, find_config
+from torchtitan_like.util.bundle import config_names, find_config
 from torchtitan_like.util.reading import read_file
 from torchtitan_like.util.suggestions import did_you_mean
 
@@ -86,12 +86,13 @@ def _read(path: FilePath, extended_by: str) -> tuple[dict[str, Any], Problem | N
     except FileNotFoundError:
         folder = path.parent
         names = sorted(file.name for file in folder.glob("*.toml")) if folder.is_dir() else []
-        is_name = folder == FilePath()  # which may be a bundled config
-        bundled = [file.name for file in TRAIN_CONFIGS.glob("*.toml")] if is_name else []
+        here = FilePath()
+        bundled = [name for name in config_names() if folder in (here, FilePath(name).parent)]
         content = f"{folder}/ contains: {', '.join(names[:12])}"
         remedy = content if names else f"there is no TOML file in {folder}/"
         others = {*names, *bundled} - {FilePath(extended_by).name}
-        remedy = did_you_mean(path.name, sorted(others)) or remedy
+        name = path.name if names else str(path)
+        remedy = did_you_mean(name, sorted(others)) or remedy
         return {}, Problem(key, str(path), "an existing file", remedy, origin)
     except UnicodeDecodeError as error:
         expected = f"UTF-8 text; byte {error.start} is not UTF-8"

@@ -693,6 +693,12 @@ class Validation(Section):
     steps: MinusOneOrPositive = field(
         -1, "Batches of local_batch_size samples, over all ranks. -1: read the whole dataset once."
     )
+    reference_curve: HomePath | None = field(
+        None,
+        "CSV file (seed, step, bits_per_byte) to compare the first validation dataset with in the "
+        "log. A relative path starts in the current directory, or else in the package's "
+        "train_configs.",
+    )
     dataloader: DataLoader = field(DataLoader(), "Worker processes of the validation dataset.")
     sources: dict[TableName, DataSource] = field({}, "The validation datasets, one table per name.")
 

@@ -4,6 +4,7 @@
 | --- | --- |
 | `rows.RowCollector` | turns the values of steps into rows, with one copy and one gather |
 | `experts.ExpertMetrics` | computes how evenly experts are loaded |
+| `reference_curve.ReferenceCurve` | has the bits per byte that a recipe's runs reached |
 | `throughput.ThroughputClock` | measures the steps between log lines |
 | `rows.RowFiles` | writes metrics.jsonl and validation.jsonl on rank 0 |
 | `extensions.user_code.Observers` | passes rows on to user code |
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_like.monitor.experts import ExpertMetrics
+from torchtitan_like.monitor.log import logger
 from torchtitan_like.monitor.memory import MemoryMonitor
 from torchtitan_like.monitor.rows import Row, RowCollector, RowFiles, StepRecord
 from torchtitan_like.monitor.sinks import Sink
@@ -24,6 +26,7 @@ from torchtitan_like.monitor.throughput import ThroughputClock
 
 if TYPE_CHECKING:
     from torchtitan_like.extensions.user_code import Observers
+    from torchtitan_like.monitor.reference_curve import ReferenceCurve
 
 
 class Metrics:
@@ -32,6 +35,7 @@ class Metrics:
     All ranks call `record`, `log` and `flush` for the same steps, because rows need a gather.
 
     user_observers: empty on all ranks but 0. files: None on ranks that write no files.
+    reference: None on all ranks but 0, and in runs that are compared with no curve.
     log_freq: steps between log lines. last_step: of the run. wall_clock: returns seconds since
     1970.
     """
@@ -45,6 +49,7 @@ class Metrics:
         files: RowFiles | None,
         user_observers: Observers,
         experts: ExpertMetrics,
+        reference: ReferenceCurve | None = None,
         *,
         log_freq: int,
         last_step: int,
@@ -57,6 +62,7 @@ class Metrics:
         self.memory = memory
         self.sinks = sinks
         self.experts = experts
+        self._reference = reference
         self._files = files
         self._user_observers = user_observers
         self._log_freq = log_freq
@@ -137,6 +143,9 @@ class Metrics:
         """
         memory = self.memory.read()
         tps = self.throughput.tokens_per_second(num_tokens, seconds)
+        curve, compared = self._reference, None
+        if curve is not None and dataset == curve.dataset and bits_per_byte is not None:
+            compared = curve.compare(step, bits_per_byte)
         row: Row = {
             "step": step,
             **({"set": dataset} if dataset else {}),
@@ -147,12 +156,15 @@ class Metrics:
             "memory_gib": memory.gib,
             "time": self._wall_clock(),
             **({} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}),
+            **({} if compared is None else {"reference_bits_per_byte": compared.reference}),
             **({} if tps is None else {"tps": tps}),
         }
         if self._files is not None:
             self._files.append_validation(row)
         for sink in self.sinks:
             sink.show_validation(row, memory)
+        if compared is not None:
+            logger.info(compared.line)
         self._user_observers.on_validation(row)
         self.memory.reset()
         return row

@@ -10,15 +10,21 @@ TOKENIZER = PACKAGE / "assets" / "tokenizer"
 TOKENIZER_IN_REPOSITORY = "./tests/assets/tokenizer"  # TorchTitan's name of its debug tokenizer
 
 
+def config_names() -> list[str]:
+    """Return the names of the bundled configs, such as recipes/dense.toml."""
+    files = TRAIN_CONFIGS.rglob("*.toml")
+    return sorted(file.relative_to(TRAIN_CONFIGS).as_posix() for file in files)
+
+
 def find_config(path: str, folder: Path = Path()) -> Path:
-    """Return the path of a config, or the bundled config of that name if no such file exists.
+    """Return the path of a config or a curve, or the bundled one if no such file exists.
 
     A relative `path` starts in `folder`.
     """
     file = folder / Path(path).expanduser()
-    bundled = TRAIN_CONFIGS / file.name
-    is_name = Path(path).parent == Path()
-    return bundled if is_name and not file.exists() and bundled.exists() else file
+    bundled = TRAIN_CONFIGS / path
+    is_name = not Path(path).is_absolute() and ".." not in Path(path).parts
+    return bundled if is_name and not file.exists() and bundled.is_file() else file
 
 
 def find_assets(path: str) -> str:

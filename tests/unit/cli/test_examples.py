@@ -227,7 +227,8 @@ def test_check(tmp_path: Path, example: Example) -> None:
 def test_config_ls(tmp_path: Path, example: Example) -> None:
     rows = example("config ls", tmp_path).splitlines()
     names = [row.split()[0] for row in rows]
-    assert names == sorted(file.name for file in TRAIN_CONFIGS.glob("*.toml"))
+    files = TRAIN_CONFIGS.rglob("*.toml")
+    assert names == sorted(file.relative_to(TRAIN_CONFIGS).as_posix() for file in files)
     assert max(map(len, rows)) <= 100 and all(len(row) > 72 for row in rows)
 
 

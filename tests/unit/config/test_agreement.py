@@ -76,6 +76,6 @@ def test_all_other_settings_are_compared() -> None:
     may_differ = {key.rsplit(".", 1)[1] for key in keys - shared_settings(load_config([])).keys()}
     assert may_differ == {
         "cache_folder", "config_file", "dataset_path", "description", "dump_folder", "folder", "hf_assets_path",
-        "initial_load_path", "kill_switch_path", "pipeline_parallel_schedule_csv", "save_config_file",
+        "initial_load_path", "kill_switch_path", "pipeline_parallel_schedule_csv", "reference_curve", "save_config_file",
         "save_memory_snapshot_folder", "save_switch_path", "save_tb_folder", "save_traces_folder", "tokenizer_path",
     }  # fmt: skip

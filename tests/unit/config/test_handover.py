@@ -25,7 +25,7 @@ def hand_over(*words: str, monkeypatch: pytest.MonkeyPatch) -> CommandLine:
     return command_line
 
 
-@pytest.mark.parametrize("file", sorted(TRAIN_CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", sorted(TRAIN_CONFIGS.rglob("*.toml")), ids=lambda path: path.stem)
 def test_a_rank_has_the_configuration_of_its_launcher(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

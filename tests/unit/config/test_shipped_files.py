@@ -6,8 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from torchtitan_like import cli
 from torchtitan_like.check import load_checked
+from torchtitan_like.cli import config_commands
 from torchtitan_like.config import ConfigError, JobConfig, load_config
+from torchtitan_like.util import bundle
+from torchtitan_like.util.bundle import config_names
 
 TORCHTITAN = {"debug_model": 2, "llama3_8b": 64, "llama3_70b": 64, "llama3_405b": 128,
               "qwen3_moe_debug": 2, "deepseek_v3_debug_model": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512,
@@ -82,7 +86,8 @@ def test_values_of_torchtitan_files_are_loaded() -> None:
 
 
 def test_every_bundled_file_is_checked(repo_root: Path) -> None:
-    assert {file.stem for file in (repo_root / "train_configs").glob("*.toml")} == BUNDLED.keys()
+    names = {name.removesuffix(".toml") for name in config_names()}
+    assert names == BUNDLED.keys()
 
 
 @pytest.mark.parametrize(("name", "world_size"), BUNDLED.items())
@@ -108,3 +113,26 @@ def test_a_file_in_the_working_folder_replaces_a_bundled_one(
     assert load_config(words).training.steps == 200
     (tmp_path / "debug_model.toml").write_text("[training]\nsteps = 7\n")
     assert load_config(words).training.steps == 7
+
+
+def test_a_recipe_is_found_by_its_name_from_any_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    configs = tmp_path / "configs"
+    (configs / "recipes").mkdir(parents=True)
+    (configs / "base.toml").write_text("[training]\nseq_len = 64\n")
+    recipe = 'extends = "base.toml"\n# Hardware: any machine.\n[job]\ndescription = "A recipe"\n'
+    (configs / "recipes/tiny.toml").write_text(recipe)
+    monkeypatch.setattr(bundle, "TRAIN_CONFIGS", configs)
+    monkeypatch.setattr(config_commands, "TRAIN_CONFIGS", configs)
+    monkeypatch.chdir(tmp_path)
+    words = ["--job.config_file", "recipes/tiny.toml"]
+    assert load_config(words).training.seq_len == 64
+    (configs / "base.toml").write_text("[job]\ndescription = 'Base'\n")
+    assert cli.main(["config", "ls"]) == cli.main(["config", "show", "recipes/tiny"]) == 0
+    listed = "recipes/tiny.toml".ljust(28) + "A recipe".ljust(48) + "any machine\n"
+    assert capsys.readouterr().out.endswith(listed + recipe)
+    with pytest.raises(ConfigError, match='did you mean "recipes/tiny.toml"'):
+        load_config(["--job.config_file", "recipes/tyni.toml"])
+    with pytest.raises(ConfigError, match="expected an existing file"):
+        load_config(["--job.config_file", "../configs/base.toml"])

@@ -13,6 +13,7 @@ from torchtitan_like.extensions.user_code import Observers
 from torchtitan_like.monitor.experts import ExpertMetrics
 from torchtitan_like.monitor.memory import HostMemoryMonitor
 from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.reference_curve import ReferenceCurve
 from torchtitan_like.monitor.rows import Gather, RowCollector, RowFiles
 from torchtitan_like.monitor.sinks import build_sinks
 from torchtitan_like.monitor.throughput import ThroughputClock, TokenFlops
@@ -56,6 +57,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
         world_size: int = 1,
         total_steps: int = 100,
         section: MetricsSection | None = None,
+        reference: ReferenceCurve | None = None,
     ) -> Metrics:
         failures = WriteFailures()
         throughput = ThroughputClock(
@@ -69,6 +71,7 @@ def build(tmp_path: Path, clock: Clock) -> Iterator[Callable[..., Metrics]]:
             RowFiles(folder, attempt, failures) if rank == 0 else None,
             Observers(),
             ExpertMetrics([0, 2]),
+            reference,
             log_freq=log_freq,
             last_step=total_steps,
             wall_clock=lambda: 1.7e9 + clock.now,

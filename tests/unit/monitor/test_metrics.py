@@ -18,6 +18,7 @@ import torch
 from tests.harness.runner import ROOT
 from tests.unit.monitor.conftest import Clock
 from torchtitan_like.monitor.metrics import Metrics
+from torchtitan_like.monitor.reference_curve import ReferenceCurve
 from torchtitan_like.monitor.rows import StepRecord
 from torchtitan_like.monitor.sinks import Dashboard
 from torchtitan_like.util.jsonl import read_rows
@@ -354,7 +355,8 @@ def test_every_metric_of_experts_is_documented_and_computed(build: Callable[...,
 def test_every_key_of_a_validation_row_is_documented_and_written(
     build: Callable[..., Metrics], clock: Clock
 ) -> None:
-    row = build().validation(10, 1.0, bits_per_byte=1.5, num_tokens=10, seconds=1.0, dataset="web")
+    metrics = build(reference=ReferenceCurve({1: {10: 1.5}}, "web"))
+    row = metrics.validation(10, 1.0, bits_per_byte=1.5, num_tokens=10, seconds=1.0, dataset="web")
     assert row.keys() == documented_keys("| key | meaning |").keys()
 
 
@@ -666,6 +668,23 @@ def test_validation_writes_a_row_scalars_and_a_line(
     assert read_rows(tmp_path / "validation.jsonl")[2]["set"] == "wiki" and "set" not in rows[0]
     assert sink.written[60]["validation_metrics/wiki/loss"] == 4.5
     assert caplog.messages[-1].startswith("validate wiki step: 60  loss:  4.5000")
+
+
+def test_validation_of_the_first_dataset_is_compared_with_the_reference(
+    build: Callable[..., Metrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    metrics = build(reference=ReferenceCurve({1: {10: 2.25, 20: 2.0}, 2: {10: 2.35}}, "web"))
+    for step, dataset in ((10, "web"), (10, "web.ema"), (10, "wiki"), (15, "web"), (30, "web")):
+        metrics.validation(step, 1.5, 2.31, num_tokens=10, seconds=1.0, dataset=dataset)
+    metrics.validation(10, 1.5, None, num_tokens=10, seconds=1.0, dataset="web")
+    assert [line for line in caplog.messages if "recipe" in line] == [
+        "2.31 bits/byte at step 10; recipe: 2.30 (2.25 to 2.35, 2 seeds)",
+        "2.31 bits/byte at step 15; recipe: 2.12",
+    ]
+    rows = read_rows(tmp_path / "validation.jsonl")
+    compared = [row.get("reference_bits_per_byte") for row in rows]
+    assert compared == [pytest.approx(2.3), None, None, 2.125, None, None]
 
 
 # ---- stop and resume
