@@ -15,7 +15,7 @@ trap 'echo "Stopped: nothing was started." >&2; exit 75' TERM HUP
 ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # shellcheck source=scripts/setup_env.sh
 source "$ROOT/scripts/setup_env.sh"
-setup_env || exit 1
+setup_env "" report || exit 1
 # Use this repository's package, even if the current folder has a copy, which Python 3.10 searches first.
 export PYTHONSAFEPATH=1 PYTHONPATH="$ROOT:$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 NGPU=${NGPU:-auto} TITAN_PROGRAM=$0 TITAN_PYTHON=$PYTHON exec "$PYTHON" -m torchtitan_like train "$@"

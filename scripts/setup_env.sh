@@ -1,8 +1,9 @@
 # shellcheck shell=bash
 # Sourced by run_train.sh and run_tests.sh: finds a Python that meets pyproject.toml, or makes one in .venv.
 #
-#   setup_env [EXTRAS]   sets PYTHON to the interpreter to use; prints the reason and returns 1 if there is none
-#                        EXTRAS: one word, names of extras separated by blanks ("dev interop")
+#   setup_env [EXTRAS [OPTIONAL]]   sets PYTHON to the interpreter to use; prints the reason and returns 1 if there is none
+#                                   EXTRAS: one word, names of extras separated by blanks ("dev interop")
+#                                   OPTIONAL: extras that an installation adds, and that no interpreter must have
 # It tries, in this order: $PYTHON (or python3), .venv, and .venv after an installation. It installs nothing outside .venv. It
 # checks the installed packages each time and stores no marker file.
 
@@ -11,7 +12,7 @@ SETUP_ROOT=$(CDPATH='' cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 SETUP_VENV="$SETUP_ROOT/.venv"
 
 setup_env() {
-  local extra=${1:-} named=${PYTHON:-} base=${PYTHON:-python3} python
+  local extra=${1:-} optional=${2:-} named=${PYTHON:-} base=${PYTHON:-python3} python
   for python in "$base" "$SETUP_VENV/bin/python"; do
     if _setup_unmet "$python" "$extra" >/dev/null 2>&1; then
       [ -z "$named" ] || [ "$python" = "$named" ] || _setup_report_named "$named" "$extra" "$python"
@@ -23,7 +24,7 @@ setup_env() {
   # descriptor: it stays after the Python that acquires it has ended, and the kernel releases it when this shell ends.
   exec 9>"$SETUP_VENV.lock" || return 1
   local rc=0
-  _setup_lock "$base" && _setup_install "$base" "$extra" || rc=$?
+  _setup_lock "$base" && _setup_install "$base" "$extra" "$optional" || rc=$?
   exec 9>&-
   PYTHON="$SETUP_VENV/bin/python"
   return "$rc"
@@ -69,14 +70,14 @@ _setup_lock() {
 }
 
 _setup_install() {
-  local base=$1 extra=$2 python="$SETUP_VENV/bin/python"
+  local base=$1 extra=$2 python="$SETUP_VENV/bin/python" installed="$2${2:+${3:+ }}$3"
   _setup_unmet "$python" "$extra" >/dev/null 2>&1 && return 0 # another script has just done it
   {
     echo "'$base' lacks requirements of pyproject.toml${extra:+ (with the extra $extra)}:"
     _setup_unmet "$base" "$extra" | sed 's/^/  /'
     echo "Installing into $SETUP_VENV (once; takes some minutes)."
   } >&2
-  if _setup_make_venv "$base" && _setup_pip_install "$python" "$extra" && _setup_unmet "$python" "$extra" >&2; then
+  if _setup_make_venv "$base" && _setup_pip_install "$python" "$installed" && _setup_unmet "$python" "$extra" >&2; then
     return 0
   fi
   cat >&2 <<TEXT

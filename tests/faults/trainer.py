@@ -36,6 +36,7 @@ def arguments(folder: Path, **overrides: Any) -> list[str]:
     """
     values = {
         "job.config_file": ROOT / "train_configs/debug_model.toml",
+        "job.show_results": "false",
         "job.dump_folder": folder,
         "model.hf_assets_path": ASSETS / "tokenizer",
         "model.args.dim": 32,

@@ -94,7 +94,13 @@ def trained(
     return folder, shell(f"{RUN_TRAIN} {TINY} --job.dump_folder {folder}/outputs", folder)
 
 
-def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> None:
+def last_lines(process: subprocess.CompletedProcess[str]) -> list[str]:
+    """Return the lines after the log: three lines of facts and commands, then the results."""
+    lines = process.stdout.splitlines()
+    return lines[next(i for i, line in enumerate(lines) if line.startswith("Logs: ")) :]
+
+
+def test_run_train_trains_on_two_ranks_and_ends_with_a_page_and_a_text(trained) -> None:
     folder, process = trained
     assert process.returncode == 0, process.stderr[-3000:]
     assert (
@@ -102,19 +108,24 @@ def test_run_train_trains_on_two_ranks_and_ends_with_three_lines(trained) -> Non
         and "[rank0]:" in process.stdout
         and "[rank1]:" not in process.stdout
     )
-    files, resume, sample = process.stdout.splitlines()[-3:]
+    files, resume, sample, page, title, *text = last_lines(process)
     for path in ("attempts", "metrics.jsonl", "checkpoint/step-4", "tb"):
         assert f"{folder}/outputs/{path}" in files
         assert (folder / "outputs" / path).exists()
     assert resume.startswith("Resume (the same command, more steps): ") and sample.startswith(
         "Sample: "
     )
+    assert page == f"Page: {folder}/outputs/report.html"
+    assert "Content-Security-Policy" in Path(page.removeprefix("Page: ")).read_text()
+    assert title == "Text from step-4:"
+    assert text[0].startswith("The") and len("\n".join(text)) > 60
+    assert "written:" not in process.stderr and "generated:" not in process.stderr
 
 
 @pytest.mark.nightly
 def test_printed_resume_command_works(trained) -> None:
     folder, process = trained
-    resume = process.stdout.splitlines()[-2].partition("): ")[2]
+    resume = last_lines(process)[1].partition("): ")[2]
     resumed = shell(resume, folder)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert "resume from" in resumed.stdout and "Training starts at step 5" in resumed.stdout
@@ -134,6 +145,7 @@ def test_documented_command_lines_of_torchtitan_train(start: str, tmp_path: Path
     line = " ".join([*words[:end], run])
     programs = shlex.quote(str(Path(sys.executable).parent))
     settings = f"{TINY} --training.steps 1 --validation.enable false --job.dump_folder {tmp_path}"
+    settings += " --job.show_results false"
     process = shell(f"export PATH={programs}:$PATH; {line} {settings}", ROOT)
     assert process.returncode == 0, process.stderr[-3000:]
     assert (tmp_path / "checkpoint/step-1/manifest.json").exists()
@@ -142,7 +154,7 @@ def test_documented_command_lines_of_torchtitan_train(start: str, tmp_path: Path
 @pytest.mark.nightly
 def test_printed_sample_command_works(trained) -> None:
     folder, process = trained
-    sample = process.stdout.splitlines()[-1].removeprefix("Sample: ")
+    sample = last_lines(process)[2].removeprefix("Sample: ")
     printed = shell(f"{sample} --num-tokens 4", folder)
     assert printed.returncode == 0, printed.stderr[-3000:]
     assert printed.stdout.startswith("The") and len(printed.stdout.strip()) > len("The")

@@ -43,6 +43,7 @@ def test_no_file_of_a_run_contains_a_secret(tmp_path: Path) -> None:
     argv = arguments(
         folder,
         training__steps=2,
+        job__show_results="true",
         metrics__enable_tensorboard="true",
         job__save_config_file="saved.json",
         job__print_config="true",
@@ -58,7 +59,7 @@ def test_no_file_of_a_run_contains_a_secret(tmp_path: Path) -> None:
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert result.returncode == 0, (result.stdout + result.stderr)[-3000:]
-    assert len(secrets) >= 80
+    assert len(secrets) >= 80 and (folder / "report.html").exists()
     files = {
         path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
     }

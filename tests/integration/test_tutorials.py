@@ -16,7 +16,8 @@ from tests.harness.runner import ROOT
 TUTORIALS = ROOT / "docs/tutorials"
 SMALL = (
     "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4 --training.seq_len 32 "
-    "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32"
+    "--lr_scheduler.total_steps 8 --lr_scheduler.warmup_steps 2 --validation.seq_len 32 "
+    "--job.show_results false"
 )
 # Text of a page -> text in the tested command. Numbers are smaller; big models are replaced or only
 # checked.

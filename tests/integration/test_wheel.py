@@ -169,7 +169,9 @@ def test_own_text_as_the_readme_shows(release: Release, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
         outputs.append(done.stdout)
     assert "training data mine" in outputs[0]
-    assert outputs[0].splitlines()[-2].startswith("Resume (the same command, more steps): ")
+    assert "\nResume (the same command, more steps): " in outputs[0]
+    assert "\nPage: mine/report.html\nText from step-1:\nThe" in outputs[0]
+    assert "<html" in (tmp_path / "mine/report.html").read_text()
     exported = {path.name for path in (tmp_path / "my_model").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= exported
     assert outputs[2].startswith("The") and len(outputs[2].strip()) > len("The")

@@ -43,6 +43,13 @@ class Job(Section):
         "JSON file to which rank 0 also writes the resolved configuration, relative to "
         "job.dump_folder.",
     )
+    show_results: bool = field(
+        False,
+        "After the last step, write report.html into the run directory, and print text that a model "
+        "of up to 50 million parameters generates. `titan train` does so on one machine, not in "
+        "Slurm jobs.",
+        ranks_may_differ=True,
+    )
     custom_config_module: str = field(
         "",
         "Import path of a module whose JobConfig is merged into this schema. "

@@ -147,6 +147,7 @@ def _check_and_start(
     words: Sequence[str],
 ) -> int:
     from torchtitan_like.config.arguments import mask_arguments
+    from torchtitan_like.launcher.finished_run import show_results
     from torchtitan_like.launcher.outcome import Start, prepare_run_folder, report_end
 
     since = float(int(time.time()))
@@ -159,7 +160,6 @@ def _check_and_start(
     plan = read_options(options, environ, machine)
     environ = child_environment(environ, plan, machine)
     config, for_ranks = load_for_ranks(plan, machine, settings)
-    environ |= for_ranks
     folder = prepare_run_folder(config, plan.max_nodes)
     if plan.nccl_debug_to:
         Path(plan.nccl_debug_to).mkdir(parents=True, exist_ok=True)
@@ -169,9 +169,14 @@ def _check_and_start(
     show(f"+ OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} {shown}")
     with _launcher_folder() as launcher_folder:
         if launcher_folder is not None:
-            environ[LAUNCHER_FOLDER] = str(launcher_folder)
-        code = relay.start_and_wait([*command, *settings], environ)
-        return report_end(config, code, relay.passed_on, start, launcher_folder)
+            for_ranks[LAUNCHER_FOLDER] = str(launcher_folder)
+        code = relay.start_and_wait([*command, *settings], environ | for_ranks)
+        code = report_end(config, code, relay.passed_on, start, launcher_folder)
+    is_slurm_job = "SLURM_JOB_ID" in environ
+    is_done = code == ExitCode.DONE and plan.max_nodes == 1
+    if is_done and config.job.show_results and not is_slurm_job:
+        show_results(config, python, environ)
+    return code
 
 
 @contextmanager

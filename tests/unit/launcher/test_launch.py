@@ -21,7 +21,7 @@ from tests.harness.runner import ROOT, listen_to_signals
 from torchtitan_like import cli
 from torchtitan_like.checkpoint.step_folders import write_manifest
 from torchtitan_like.config import load_config
-from torchtitan_like.launcher import local_devices
+from torchtitan_like.launcher import finished_run, local_devices
 from torchtitan_like.launcher.launch import LAUNCHER_SIGNALS, child_environment
 from torchtitan_like.launcher.local_devices import Machine, inspect_machine
 from torchtitan_like.launcher.options import LaunchError, read_options
@@ -39,6 +39,7 @@ case "$1 $2 $3" in
     env -0 >"$folder/environment"
     printf '%q ' "$@" >"$folder/run"
     cd "$folder" && eval "${{RUN:-true}}" ;;
+  "-m torchtitan_like run" | "-m torchtitan_like generate") eval "${{RESULTS:-true}}" ;;
   *) exec {python} "$@" ;;
 esac
 """
@@ -120,7 +121,7 @@ def shell(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Shell:
     (tmp_path / "outputs").mkdir()
     base, outputs = (json.dumps(str(path)) for path in (DEBUG_MODEL, tmp_path / "outputs"))
     text = (
-        f"extends = {base}\n[job]\ndump_folder = {outputs}\n[training]\nsteps = 300\n"
+        f"extends = {base}\n[job]\ndump_folder = {outputs}\nshow_results = false\n[training]\nsteps = 300\n"
         "[checkpoint]\nenable = true\n"
     )
     for name in ("debug_model.toml", "my.toml", "my config.toml"):
@@ -792,6 +793,67 @@ def test_last_lines_of_a_run_without_a_checkpoint(shell: Shell) -> None:
     lines = shell().stdout.splitlines()[-3:]
     assert "--checkpoint.enable" in lines[1]
     assert lines[2] == "Sample: needs a checkpoint"
+
+
+def test_a_finished_run_shows_a_page_and_a_text(shell: Shell) -> None:
+    step = publish_step(shell, 300)
+    page = shell.folder / "outputs/report.html"
+    commands = shell.folder / "commands"
+    printed = f'echo "$*" >>{shlex.quote(str(commands))}; echo " The"; echo "king"; echo'
+    result = shell("--job.show_results", RESULTS=printed)
+    assert result.returncode == 0 and result.stderr == ""
+    sample, *shown = result.stdout.splitlines()[-5:]
+    assert sample.startswith("Sample: ")
+    assert shown == [f"Page: {page}", f"Text from {step.name}:", " The", "king"]
+    assert commands.read_text().splitlines() == [
+        f"-m torchtitan_like run report {page.parent} -o {page}",
+        f"-m torchtitan_like generate {step} --prompt The --num-tokens 60",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("results_of_run", "reason"),
+    [
+        ("echo Traceback >&2; echo 'It needs Bokeh' >&2; exit 2", "It needs Bokeh"),
+        ("kill -9 $$", "it ended with code -9"),
+        ("exec sleep 60", "it took more than 0.2 s"),
+    ],
+)
+def test_a_result_that_fails_is_one_warning(
+    shell: Shell, results_of_run: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "sleep" in results_of_run:
+        monkeypatch.setattr(finished_run, "SECONDS", 0.2)
+    publish_step(shell, 300)
+    result = shell("--job.show_results", RESULTS=results_of_run)
+    assert result.returncode == 0 and result.stdout.splitlines()[-1].startswith("Sample: ")
+    assert result.stderr.splitlines() == [
+        f"No page was written: {reason}",
+        f"No text was generated: {reason}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "shown"),
+    [
+        (["--checkpoint.no_enable"], {}, ["Page"]),
+        (["--model.flavor", "1B"], {}, ["Page"]),  # too large for a text in seconds
+        (["--job.show_results=false"], {}, []),
+        ([], {"SLURM_JOB_ID": "1"}, []),
+        ([], {"NNODES": "2", "MASTER_ADDR": "node-1"}, []),
+        ([], {"RUN": WRITE_EXIT_JSON % ("requeue", 75)}, []),
+    ],
+)
+def test_results_are_shown_where_they_are_cheap(
+    shell: Shell, arguments: list[str], variables: dict[str, str], shown: list[str]
+) -> None:
+    publish_step(shell, 300)
+    result = shell("--job.show_results", *arguments, **variables)
+    assert (shell.was_started, result.returncode) == (True, 75 if "RUN" in variables else 0)
+    lines = result.stdout.splitlines()
+    assert [
+        line.split()[0].rstrip(":") for line in lines if line[:5] in ("Page:", "Text ")
+    ] == shown
 
 
 def test_a_run_without_checkpoints_names_no_step_of_an_older_run(shell: Shell) -> None:

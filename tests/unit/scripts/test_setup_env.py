@@ -117,7 +117,14 @@ def test_missing_packages_of_a_given_python_are_reported(repo: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("extra", "target"), [("", ""), ("dev", "[dev]"), ("'dev interop'", "[dev,interop]")]
+    ("extra", "target"),
+    [
+        ("", ""),
+        ("dev", "[dev]"),
+        ("'dev interop'", "[dev,interop]"),
+        ("'' report", "[report]"),
+        ("dev 'report plot'", "[dev,report,plot]"),
+    ],
 )
 def test_a_venv_is_made_once_and_installs_the_tested_torch_first(
     repo: Path, extra: str, target: str
@@ -130,6 +137,15 @@ def test_a_venv_is_made_once_and_installs_the_tested_torch_first(
     assert project.endswith(f"-e {repo}{target}")
     assert setup(repo, extra) == (0, python, "")
     assert len(installed(repo)) == 2
+
+
+def test_an_interpreter_without_the_optional_extras_is_used(repo: Path) -> None:
+    """Nothing is installed for a page only. The fake Python lacks what it is asked for by name."""
+    python = make_python(repo / "bin" / "python3", "has-packages")
+    text = python.read_text().replace('[ ! -e "$folder/has-packages" ]', '[[ "$*" == *report* ]]')
+    python.write_text(text)
+    assert setup(repo, "'' report") == (0, str(python), "")
+    assert not (repo / ".venv").exists()
 
 
 def test_an_old_torch_is_replaced_by_the_tested_version(repo: Path) -> None:
