@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -21,6 +18,7 @@ import torch
 from safetensors import safe_open
 
 from tests.harness.examples import example_of, example_words
+from tests.harness.hub import local_hub
 from tests.harness.outputs import closed_pipe, full_disk
 from tests.harness.runner import ROOT
 from torchtitan_like import cli
@@ -35,6 +33,7 @@ else:
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 TINY_RUN = (
     "titan train debug_model.toml --training.steps 100 --checkpoint.interval 50 "
+    "--job.show_results false "
     "--training.dataset shakespeare_validation --training.seq_len 32 --validation.enable false "
     "--model.args.dim 32 --model.args.n_layers 2 --model.args.n_heads 4"
 )
@@ -340,59 +339,6 @@ HUB_FILES = {
     "tokenizer.json": b'{"model": {}}',
     "model.safetensors": b"not to be downloaded",
 }
-COMMIT = "c0ffee" + "0" * 34
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    """Serve one model as the Hub does: the list of its files, and each file."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        sizes = {name: len(text) for name, text in HUB_FILES.items()}
-        if path.startswith("/api/models/meta-llama/Llama-3.1-8B/revision/"):
-            files = [{"rfilename": name, "size": size} for name, size in sizes.items()]
-            self.answer_json({"id": "meta-llama/Llama-3.1-8B", "sha": COMMIT, "siblings": files})
-        elif path.startswith("/api/models/meta-llama/Llama-3.1-8B/tree/"):
-            entries = [{"path": name, "size": size} for name, size in sizes.items()]
-            self.answer_json([{"type": "file", "oid": COMMIT, **entry} for entry in entries])
-        elif path.startswith(f"/meta-llama/Llama-3.1-8B/resolve/{COMMIT}/"):
-            self.answer(HUB_FILES[path.rpartition("/")[2]], "text/plain")
-        else:
-            self.send_error(404)
-
-    do_HEAD = do_GET
-
-    def answer_json(self, content: object) -> None:
-        self.answer(json.dumps(content).encode(), "application/json")
-
-    def answer(self, content: bytes, content_type: str) -> None:
-        self.send_response(200)
-        self.send_header("Content-Type", content_type)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", f'"{len(content):040x}"')
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_unused: object) -> None:
-        """Keep the test's output clean."""
-
-
-@contextmanager
-def local_hub() -> Iterator[str]:
-    """Start a server that replaces the Hub. Yields its address."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), HubHandler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
 
 
 def test_download(tmp_path: Path) -> None:
@@ -406,8 +352,8 @@ def test_download_accepts_the_option_of_torchtitan(tmp_path: Path) -> None:
 
 def check_download(words: list[str], tmp_path: Path) -> None:
     """Run Python with `words`, next to a local Hub. Check the downloaded files."""
-    with local_hub() as address:
-        env = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
+    with local_hub("meta-llama/Llama-3.1-8B", HUB_FILES) as hub:
+        env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "0"}
         output = run_python(words, tmp_path, **env)
     folder = tmp_path / "assets/hf/Llama-3.1-8B"
     downloaded = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
