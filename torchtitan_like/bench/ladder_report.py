@@ -212,6 +212,8 @@ def draw_law(
     loss_name: str,
 ) -> None:
     """Draw the runs, the law with its band, and the predictions. Raises OSError."""
+    from matplotlib.ticker import EngFormatter
+
     smallest = min(rung.num_params for rung, _ in points)
     with picture(path, *PICTURE_SIZE) as figure:
         panel = figure.subplots()
@@ -234,6 +236,11 @@ def draw_law(
                 [target.num_params], [curve[-1].loss], "D", color=color, markerfacecolor="none"
             )
         panel.set_xscale("log")
+        panel.minorticks_off()
+        panel.set_xticks(
+            sorted({rung.num_params for rung in [*targets, *(p.rung for p in points)]})
+        )
+        panel.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
         panel.set_xlabel("parameters")
         panel.set_title(loss_name, loc="left", fontsize="medium")
         panel.grid(visible=True)
