@@ -33,6 +33,8 @@ QWEN = {
     "qwen3_30b_a3b": 64,
 }
 DEEPSEEK = {"deepseek_v3_debug": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512}
+RECIPES = ("8bit_states", "batch_ramp", "bf16_states", "cosine_short", "dense_125m", "dense_1m", "dense_3m", "lion",
+           "moe", "more_code", "muon", "wsd", "wsd_branch")  # fmt: skip
 BUNDLED = {
     "debug_model": 2,
     "debugmodel_moe": 2,
@@ -41,6 +43,7 @@ BUNDLED = {
     **LLAMA,
     **QWEN,
     **DEEPSEEK,
+    **{f"recipes/{name}": 1 for name in RECIPES},
 }
 
 

@@ -1,0 +1,233 @@
+"""Run the recipes of train_configs/recipes with several seeds, and commit their curves.
+
+    python -m benchmarks.recipes FOLDER [--recipes dense_1m muon ...] [--seeds 3]
+    python -m benchmarks.recipes FOLDER --collect
+
+Runs each recipe with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder that has
+`corpus`. Called again, it continues. --collect writes, from all runs that are done:
+
+- train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
+- docs/recipes/results.csv: one row for each run and held-out dataset
+- docs/images/recipes_PAGE.svg: the curves of a page over each other
+- the tables of docs/recipes/*.md, between their markers
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torchtitan_like.bench.results import interval
+from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.pictures import PALETTE, picture
+from torchtitan_like.util.run_directory import read_exit
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = ROOT / "torchtitan_like/train_configs/recipes"
+PAGES = ROOT / "docs/recipes"
+RESULTS = PAGES / "results.csv"
+BASE = "dense_1m"
+# Page in docs/recipes -> the recipes that it compares. The first one is the base of the others.
+RECIPES = {
+    "sizes": [BASE, "dense_3m"],
+    "experts": [BASE, "moe"],
+    "optimizers": [BASE, "muon", "lion"],
+    "schedules": [BASE, "wsd", "wsd_branch", "cosine_short"],
+    "batch_ramp": [BASE, "batch_ramp"],
+    "states": [BASE, "bf16_states", "8bit_states"],
+    "mixture": [BASE, "more_code"],
+}
+TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+Row = dict[str, Any]
+
+
+def run(recipe: str, folder: Path, num_seeds: int) -> int:
+    """Run what is not done of a recipe. Returns the exit code."""
+    toml = str(CONFIGS / f"{recipe}.toml")
+    commands = [["bench", toml, "--repeat", str(num_seeds), f"--job.dump_folder={folder / recipe}"]]
+    if recipe == "wsd_branch":  # each seed starts from its own run of wsd.toml
+        names = [f"base,seed={seed}" for seed in range(1, num_seeds + 1)]
+        commands = [
+            [
+                *("train", toml, f"--job.dump_folder={folder / recipe / name}"),
+                f"--debug.seed={name.rpartition('=')[2]}",
+                f"--checkpoint.initial_load_path={folder / 'wsd' / name}/checkpoint/step-300",
+            ]
+            for name in names
+        ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    codes = [
+        subprocess.run(
+            [sys.executable, "-m", "torchtitan_like", *words, "--nproc", "1"], env=environment
+        ).returncode
+        for words in commands
+    ]
+    return max(codes)
+
+
+# ---- rows and tables
+
+
+def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
+    """Return the curve of a recipe and its results, from the runs that are done."""
+    curve: list[Row] = []
+    results: list[Row] = []
+    for run_folder in sorted((folder / recipe).glob("*,seed=*")):
+        if read_exit(run_folder).code != ExitCode.DONE:
+            continue
+        seed = int(run_folder.name.rpartition("=")[2])
+        steps = _read_lines(run_folder / "metrics.jsonl")
+        validations = _read_lines(run_folder / "validation.jsonl")
+        names = list(dict.fromkeys(row.get("set", "") for row in validations))
+        for name in names:
+            rows = [row for row in validations if row.get("set", "") == name]
+            if name == names[0]:
+                curve += [
+                    {
+                        "seed": seed,
+                        "step": row["step"],
+                        "bits_per_byte": f"{row['bits_per_byte']:.5f}",
+                    }
+                    for row in rows
+                ]
+            last = rows[-1]
+            results.append(
+                {
+                    "recipe": recipe,
+                    "seed": seed,
+                    "heldout": name or "heldout",
+                    "steps": last["step"],
+                    "tokens": steps[-1]["n_tokens_seen"],
+                    "loss": f"{last['loss']:.5f}",
+                    "bits_per_byte": f"{last['bits_per_byte']:.5f}",
+                    "seconds": f"{_seconds_of_steps(steps):.0f}",
+                    "data_digest_chain": steps[-1]["data_digest_chain"],
+                }
+            )
+    return curve, results
+
+
+def _read_lines(file: Path) -> list[Row]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _seconds_of_steps(rows: Sequence[Row]) -> float:
+    """Return the time of all steps; validations and checkpoints are left out."""
+    steps = [0, *(row["step"] for row in rows)]
+    counts = (after - before for before, after in zip(steps, steps[1:], strict=False))
+    return sum(row["step_s"] * count for row, count in zip(rows, counts, strict=True))
+
+
+def read_csv(file: Path) -> list[Row]:
+    """Return the rows of a CSV file, as text."""
+    with file.open(newline="") as stream:
+        return list(csv.DictReader(stream))
+
+
+def write_csv(file: Path, rows: Sequence[Row]) -> None:
+    """Write rows with equal columns."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(file, text.getvalue())
+
+
+def table(page: str, results: Sequence[Row]) -> str:
+    """Return the table of a page: bits per byte of each recipe and held-out dataset."""
+    base = {(row["heldout"], row["seed"]): row for row in results if row["recipe"] == BASE}
+    lines = [
+        "| recipe | held-out | bits/byte | against the baseline | tokens | CPU seconds |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for recipe in RECIPES[page]:
+        rows = [row for row in results if row["recipe"] == recipe]
+        for name in dict.fromkeys(row["heldout"] for row in rows):
+            ours = [row for row in rows if row["heldout"] == name]
+            spread = interval([float(row["bits_per_byte"]) for row in ours])
+            changes = [
+                float(row["bits_per_byte"]) - float(base[name, row["seed"]]["bits_per_byte"])
+                for row in ours
+                if (name, row["seed"]) in base
+            ]
+            change = str(interval(changes)) if changes and recipe != BASE else "–"
+            seconds = fmean(float(row["seconds"]) for row in ours)
+            link = f"[{recipe}](../../torchtitan_like/train_configs/recipes/{recipe}.toml)"
+            tokens = int(ours[0]["tokens"]) / 1e6
+            lines.append(
+                f"| {link} | {name} | {spread} | {change} | {tokens:.2f}M | {seconds:,.0f} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def draw(page: str, path: Path) -> None:
+    """Draw bits per byte over the steps: the mean of the seeds, and their range."""
+    with picture(path, 6.4, 3.6) as figure:
+        panel = figure.subplots()
+        lowest = []
+        for recipe, color in zip(RECIPES[page], PALETTE, strict=False):
+            file = CONFIGS / f"{recipe}.csv"
+            by_step: dict[int, list[float]] = {}
+            for row in read_csv(file) if file.exists() else []:
+                by_step.setdefault(int(row["step"]), []).append(float(row["bits_per_byte"]))
+            steps = [step for step in sorted(by_step) if step > 1]
+            means = [fmean(by_step[step]) for step in steps]
+            panel.plot(steps, means, color=color, label=recipe)
+            bounds = [[extreme(by_step[step]) for step in steps] for extreme in (min, max)]
+            panel.fill_between(steps, *bounds, color=color, alpha=0.25, linewidth=0)
+            lowest += means[-1:]
+        panel.set_ylim(min(lowest) - 0.05, max(lowest) + 0.8)
+        panel.set_xlabel("step")
+        panel.set_ylabel("bits per byte of held-out text")
+        panel.grid(True)
+        panel.legend(frameon=False)
+
+
+def collect(folder: Path, recipes: Iterable[str]) -> None:
+    """Write the files that are committed; see the module."""
+    results = read_csv(RESULTS) if RESULTS.exists() else []
+    for recipe in recipes:
+        curve, rows = read_rows(recipe, folder)
+        if rows:
+            write_csv(CONFIGS / f"{recipe}.csv", curve)
+            results = [row for row in results if row["recipe"] != recipe] + rows
+    write_csv(RESULTS, [{key: str(row[key]) for key in row} for row in results])
+    for page in RECIPES:
+        document = PAGES / f"{page}.md"
+        draw(page, ROOT / f"docs/images/recipes_{page}.svg")
+        text = TABLE.sub(rf"\g<1>{table(page, read_csv(RESULTS))}\g<2>", document.read_text())
+        write_atomically(document, text)
+
+
+def main() -> int:
+    """Run or collect. Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    every = list(dict.fromkeys(recipe for recipes in RECIPES.values() for recipe in recipes))
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--recipes", nargs="+", choices=every, default=every)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--collect", action="store_true")
+    options = parser.parse_args()
+    if options.collect:
+        collect(options.folder, options.recipes)
+        return 0
+    codes = [run(recipe, options.folder, options.seeds) for recipe in options.recipes]
+    return max(codes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
