@@ -135,7 +135,7 @@ PRINTING = (
 )
 # Commands that write files, or train.
 WRITING = (
-    *("train", "bench", "config copy", "download", "ckpt export"),
+    *("train", "bench", "ladder", "config copy", "download", "ckpt export"),
     *("data tokenize", "data train-tokenizer", "data tiny", "run replay", "run report", "run save"),
     *("run stop", "eval", "node bench", "slurm init", "plan search"),
 )
@@ -216,6 +216,12 @@ def test_train(tmp_path: Path) -> None:
     settings = " ".join(f"--{setting}" for setting in tiny)
     run_titan(f"{example_of('train')} {settings}", tmp_path)
     assert (tmp_path / "outputs/checkpoint/step-2/manifest.json").exists()
+
+
+def test_ladder(tmp_path: Path, example: Example) -> None:
+    names = [f"rung-{number}" for number in (1, 2, 3, 4)] + ["target"]
+    assert [row.split()[0] for row in example("ladder", tmp_path).splitlines()[-5:]] == names
+    assert {path.name for path in (tmp_path / "outputs").iterdir()} == {f"{n}.toml" for n in names}
 
 
 def test_check(tmp_path: Path, example: Example) -> None:
