@@ -1,13 +1,16 @@
 """Run the recipes of train_configs/recipes with several seeds, and commit their curves.
 
     python -m benchmarks.recipes FOLDER [--recipes dense_1m muon ...] [--seeds 3]
+    python -m benchmarks.recipes FOLDER --rates [--recipes dense_1m muon lion]
     python -m benchmarks.recipes FOLDER --collect
 
 Runs each recipe with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder that has
-`corpus`. Called again, it continues. --collect writes, from all runs that are done:
+`corpus`. Called again, it continues. --rates runs 100 steps with each learning rate of a grid instead,
+into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
+- docs/recipes/learning_rates.csv: the held-out loss of each learning rate
 - docs/images/recipes_PAGE.svg: the curves of a page over each other
 - the tables of docs/recipes/*.md, between their markers
 """
@@ -48,36 +51,58 @@ RECIPES = {
     "states": [BASE, "bf16_states", "8bit_states"],
     "mixture": [BASE, "more_code"],
 }
+RATES = {
+    BASE: "2e-3,4e-3,8e-3,16e-3",
+    "muon": "2e-3,4e-3,8e-3,16e-3",
+    "lion": "2.5e-4,5e-4,1e-3,2e-3",
+}
+RATES_FILE = PAGES / "learning_rates.csv"
 TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 Row = dict[str, Any]
 
 
+def titan(*words: str) -> int:
+    """Run a command of `titan` on one rank with one thread. Returns the exit code."""
+    command = [sys.executable, "-m", "torchtitan_like", *words, "--nproc", "1"]
+    return subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+
+
 def run(recipe: str, folder: Path, num_seeds: int) -> int:
     """Run what is not done of a recipe. Returns the exit code."""
     toml = str(CONFIGS / f"{recipe}.toml")
-    commands = [["bench", toml, "--repeat", str(num_seeds), f"--job.dump_folder={folder / recipe}"]]
-    if recipe == "wsd_branch":  # each seed starts from its own run of wsd.toml
-        names = [f"base,seed={seed}" for seed in range(1, num_seeds + 1)]
-        commands = [
-            [
-                *("train", toml, f"--job.dump_folder={folder / recipe / name}"),
-                f"--debug.seed={name.rpartition('=')[2]}",
-                f"--checkpoint.initial_load_path={folder / 'wsd' / name}/checkpoint/step-300",
-            ]
-            for name in names
-        ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    codes = [
-        subprocess.run(
-            [sys.executable, "-m", "torchtitan_like", *words, "--nproc", "1"], env=environment
-        ).returncode
-        for words in commands
-    ]
+    if recipe != "wsd_branch":
+        words = ("--repeat", str(num_seeds), f"--job.dump_folder={folder / recipe}")
+        return titan("bench", toml, *words)
+    codes = []
+    for seed in range(1, num_seeds + 1):  # each starts from its own run of wsd.toml
+        name = f"base,seed={seed}"
+        own = (f"--debug.seed={seed}", f"--job.dump_folder={folder / recipe / name}")
+        start = folder / "wsd" / name / "checkpoint/step-150"
+        codes.append(titan("train", toml, *own, f"--checkpoint.initial_load_path={start}"))
     return max(codes)
 
 
+def run_rates(recipe: str, folder: Path) -> int:
+    """Run what is not done of the grid of a recipe. Returns the exit code."""
+    rates = ("--grid", "--vary", f"optimizer.lr={RATES[recipe]}")
+    own = ("--training.steps=100", "--lr_scheduler.warmup_steps=10", "--validation.freq=100")
+    target = f"--job.dump_folder={folder / 'rates' / recipe}"
+    return titan("bench", str(CONFIGS / f"{recipe}.toml"), *rates, *own, target)
+
+
 # ---- rows and tables
+
+
+def read_rates(folder: Path) -> list[Row]:
+    """Return the last held-out loss of each learning rate, from the runs that are done."""
+    rows: list[Row] = []
+    for recipe in RATES:
+        file = folder / "rates" / recipe / "bench.csv"
+        for row in read_csv(file) if file.exists() else []:
+            loss = f"{float(row['validation_loss']):.4f}"
+            rows.append({"recipe": recipe, "lr": row["optimizer.lr"], "heldout_loss": loss})
+    return rows
 
 
 def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
@@ -204,11 +229,14 @@ def collect(folder: Path, recipes: Iterable[str]) -> None:
             write_csv(CONFIGS / f"{recipe}.csv", curve)
             results = [row for row in results if row["recipe"] != recipe] + rows
     write_csv(RESULTS, [{key: str(row[key]) for key in row} for row in results])
+    if rates := read_rates(folder):
+        write_csv(RATES_FILE, rates)
     for page in RECIPES:
         document = PAGES / f"{page}.md"
-        draw(page, ROOT / f"docs/images/recipes_{page}.svg")
-        text = TABLE.sub(rf"\g<1>{table(page, read_csv(RESULTS))}\g<2>", document.read_text())
-        write_atomically(document, text)
+        if document.exists():
+            draw(page, ROOT / f"docs/images/recipes_{page}.svg")
+            text = TABLE.sub(rf"\g<1>{table(page, read_csv(RESULTS))}\g<2>", document.read_text())
+            write_atomically(document, text)
 
 
 def main() -> int:
@@ -220,12 +248,17 @@ def main() -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", nargs="+", choices=every, default=every)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--collect", action="store_true")
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--rates", action="store_true")
+    mode.add_argument("--collect", action="store_true")
     options = parser.parse_args()
     if options.collect:
         collect(options.folder, options.recipes)
         return 0
-    codes = [run(recipe, options.folder, options.seeds) for recipe in options.recipes]
+    if options.rates:
+        codes = [run_rates(name, options.folder) for name in options.recipes if name in RATES]
+    else:
+        codes = [run(name, options.folder, options.seeds) for name in options.recipes]
     return max(codes)
 
 
