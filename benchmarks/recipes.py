@@ -152,7 +152,7 @@ def _seconds_of_steps(rows: Sequence[Row]) -> float:
     """Return the time of all steps; validations and checkpoints are left out."""
     steps = [0, *(row["step"] for row in rows)]
     counts = (after - before for before, after in zip(steps, steps[1:], strict=False))
-    return sum(row["step_s"] * count for row, count in zip(rows, counts, strict=True))
+    return float(sum(row["step_s"] * count for row, count in zip(rows, counts, strict=True)))
 
 
 def read_csv(file: Path) -> list[Row]:
@@ -210,8 +210,8 @@ def draw(page: str, path: Path) -> None:
             steps = [step for step in sorted(by_step) if step > 1]
             means = [fmean(by_step[step]) for step in steps]
             panel.plot(steps, means, color=color, label=recipe)
-            bounds = [[extreme(by_step[step]) for step in steps] for extreme in (min, max)]
-            panel.fill_between(steps, *bounds, color=color, alpha=0.25, linewidth=0)
+            low, high = ([end(by_step[step]) for step in steps] for end in (min, max))
+            panel.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
             lowest += means[-1:]
         panel.set_ylim(min(lowest) - 0.05, max(lowest) + 0.8)
         panel.set_xlabel("step")
