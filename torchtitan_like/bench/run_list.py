@@ -204,11 +204,10 @@ def _repeat(index: int, variant: BenchRun, repeat: int, bench: Path) -> BenchRun
     """Return a repeat of a variant, with its seed and folder."""
     config, seed = variant.config, variant.seed + repeat
     folder = str(bench / f"{variant.variant},seed={seed}")
-    # The bench has a page of all runs.
-    job = config.job.model_copy(update={"dump_folder": folder, "show_results": False})
+    job = config.job.model_copy(update={"dump_folder": folder})
     debug = config.debug.model_copy(update={"seed": seed})
     config = config.model_copy(update={"job": job, "debug": debug})
-    argv = [*variant.argv, "--job.show_results=false", f"--{SEED}={seed}", f"--{FOLDER}={folder}"]
+    argv = [*variant.argv, f"--{SEED}={seed}", f"--{FOLDER}={folder}"]
     return BenchRun(index, variant.variant, seed, config, argv)
 
 

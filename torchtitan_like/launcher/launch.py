@@ -118,17 +118,24 @@ class SignalRelay:
             self.process.send_signal(signum)
 
 
-def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]) -> int:
+def launch(
+    options: Mapping[str, str | None],
+    settings: Sequence[str],
+    words: Sequence[str],
+    *,
+    shows_results: bool = True,
+) -> int:
     """Check the configuration, start the ranks, wait for their end. Returns the exit code.
 
     options: options of the command line by `Option.key`.
     settings: --section.key value, as the ranks receive them.
     words: the arguments that the user typed.
+    shows_results: False: not even if `job.show_results` is set.
     """
     relay = SignalRelay()
     with relay.listening():
         try:
-            return _check_and_start(relay, options, settings, words)
+            return _check_and_start(relay, options, settings, words, shows_results=shows_results)
         except LaunchError as error:
             show_error(str(error))
             return error.code
@@ -145,6 +152,8 @@ def _check_and_start(
     options: Mapping[str, str | None],
     settings: Sequence[str],
     words: Sequence[str],
+    *,
+    shows_results: bool,
 ) -> int:
     from torchtitan_like.config.arguments import mask_arguments
     from torchtitan_like.launcher.finished_run import show_results
@@ -173,8 +182,8 @@ def _check_and_start(
         code = relay.start_and_wait([*command, *settings], environ | for_ranks)
         code = report_end(config, code, relay.passed_on, start, launcher_folder)
     is_slurm_job = "SLURM_JOB_ID" in environ
-    is_done = code == ExitCode.DONE and plan.max_nodes == 1
-    if is_done and config.job.show_results and not is_slurm_job:
+    is_shown = shows_results and config.job.show_results and not is_slurm_job
+    if is_shown and code == ExitCode.DONE and plan.max_nodes == 1:
         show_results(config, python, environ)
     return code
 

@@ -82,7 +82,6 @@ def test_repeats_have_the_next_seeds_and_equal_variants_run_once(tmp_path: Path)
     last = runs[-1]
     assert last.argv[-2:] == ["--debug.seed=43", f"--job.dump_folder={tmp_path}/lr=1e-3,seed=43"]
     assert (last.config.debug.seed, last.config.optimizer.lr) == (43, 1e-3)
-    assert "--job.show_results=false" in last.argv and not last.config.job.show_results
 
 
 def test_all_problems_of_all_runs_are_reported_before_any_run(
@@ -144,7 +143,10 @@ Launch = Callable[..., int]
 def launch_returning(codes: dict[str, int], started: list[str]) -> Launch:
     """A launcher that writes exit.json with a code, and ignores signals afterwards, as it does."""
 
-    def launch(_options: object, argv: Sequence[str], _words: object) -> int:
+    def launch(
+        _options: object, argv: Sequence[str], _words: object, *, shows_results: bool
+    ) -> int:
+        assert not shows_results
         folder = Path(argv[-1].partition("=")[2])
         started.append(folder.name)
         code = ExitCode(codes.get(folder.name, 0))
