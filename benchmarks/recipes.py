@@ -5,7 +5,7 @@
     python -m benchmarks.recipes FOLDER --collect
 
 Runs each recipe with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder that has
-`corpus`. Called again, it continues. --rates runs 100 steps with each learning rate of a grid instead,
+`corpus`. Called again, it continues. --rates runs 200 steps with each learning rate of a grid instead,
 into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
@@ -57,7 +57,7 @@ RATES = {
     "lion": "2.5e-4,5e-4,1e-3,2e-3",
 }
 RATES_FILE = PAGES / "learning_rates.csv"
-TABLE = re.compile(r"(<!-- table -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (results|rates) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
 
@@ -78,7 +78,7 @@ def run(recipe: str, folder: Path, num_seeds: int) -> int:
     for seed in range(1, num_seeds + 1):  # each starts from its own run of wsd.toml
         name = f"base,seed={seed}"
         own = (f"--debug.seed={seed}", f"--job.dump_folder={folder / recipe / name}")
-        start = folder / "wsd" / name / "checkpoint/step-150"
+        start = folder / "wsd" / name / "checkpoint/step-300"
         codes.append(titan("train", toml, *own, f"--checkpoint.initial_load_path={start}"))
     return max(codes)
 
@@ -86,7 +86,7 @@ def run(recipe: str, folder: Path, num_seeds: int) -> int:
 def run_rates(recipe: str, folder: Path) -> int:
     """Run what is not done of the grid of a recipe. Returns the exit code."""
     rates = ("--grid", "--vary", f"optimizer.lr={RATES[recipe]}")
-    own = ("--training.steps=100", "--lr_scheduler.warmup_steps=10", "--validation.freq=100")
+    own = ("--training.steps=200", "--lr_scheduler.warmup_steps=20", "--validation.freq=200")
     target = f"--job.dump_folder={folder / 'rates' / recipe}"
     return titan("bench", str(CONFIGS / f"{recipe}.toml"), *rates, *own, target)
 
@@ -197,6 +197,26 @@ def table(page: str, results: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def rates_table(rates: Sequence[Row]) -> str:
+    """Return a table of the held-out losses by recipe and learning rate."""
+    lines = ["| recipe | learning rate: held-out loss after 200 steps |", "| --- | --- |"]
+    for recipe in RATES:
+        cells = [f"{row['lr']}: {row['heldout_loss']}" for row in rates if row["recipe"] == recipe]
+        lines.append(f"| {recipe} | {', '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_tables(page: str) -> str:
+    """Return the text of a page with the tables of the committed results."""
+
+    def replace(match: re.Match[str]) -> str:
+        if match.group(2) == "rates":
+            return match.group(1) + rates_table(read_csv(RATES_FILE)) + match.group(3)
+        return match.group(1) + table(page, read_csv(RESULTS)) + match.group(3)
+
+    return TABLE.sub(replace, (PAGES / f"{page}.md").read_text())
+
+
 def draw(page: str, path: Path) -> None:
     """Draw bits per byte over the steps: the mean of the seeds, and their range."""
     with picture(path, 6.4, 3.6) as figure:
@@ -235,8 +255,7 @@ def collect(folder: Path, recipes: Iterable[str]) -> None:
         document = PAGES / f"{page}.md"
         if document.exists():
             draw(page, ROOT / f"docs/images/recipes_{page}.svg")
-            text = TABLE.sub(rf"\g<1>{table(page, read_csv(RESULTS))}\g<2>", document.read_text())
-            write_atomically(document, text)
+            write_atomically(document, with_tables(page))
 
 
 def main() -> int:
