@@ -54,7 +54,7 @@ RECIPES = {
 RATES = {
     BASE: "2e-3,4e-3,8e-3,16e-3",
     "muon": "2e-3,4e-3,8e-3,16e-3,32e-3",
-    "lion": "2.5e-4,5e-4,1e-3,2e-3",
+    "lion": "2.5e-4,5e-4,1e-3,2e-3,4e-3",
 }
 RATES_FILE = PAGES / "learning_rates.csv"
 TABLE = re.compile(r"(<!-- (results|rates) -->\n).*?(<!-- end -->)", re.DOTALL)
