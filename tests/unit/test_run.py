@@ -105,7 +105,7 @@ def test_only_one_process_reads_the_configuration_and_only_once(
     """The launcher hands it to its ranks, which read no file and parse no argument."""
     (tmp_path / "mine.toml").write_text(
         'extends = "debug_model.toml"\n[training]\nsteps = 1\nlocal_batch_size = 1\n'
-        "[validation]\nenable = false\n[checkpoint]\nenable = false\n"
+        "[job]\nshow_results = false\n[validation]\nenable = false\n[checkpoint]\nenable = false\n"
     )
     (tmp_path / "sitecustomize.py").write_text(COUNT)
     environ = os.environ | {

@@ -77,5 +77,6 @@ def test_all_other_settings_are_compared() -> None:
     assert may_differ == {
         "cache_folder", "config_file", "dataset_path", "description", "dump_folder", "folder", "hf_assets_path",
         "initial_load_path", "kill_switch_path", "pipeline_parallel_schedule_csv", "reference_curve", "save_config_file",
-        "save_memory_snapshot_folder", "save_switch_path", "save_tb_folder", "save_traces_folder", "tokenizer_path",
+        "save_memory_snapshot_folder", "save_switch_path", "save_tb_folder", "save_traces_folder", "show_results",
+        "tokenizer_path",
     }  # fmt: skip

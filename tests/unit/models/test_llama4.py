@@ -98,8 +98,9 @@ def test_short_sequences_do_not_change_the_temperature():
     perturb(model)
     perturb(constant)
     tokens = some_tokens(args, seq=30)
-    differs = (model(tokens)[0] != constant(tokens)[0]).any(-1)
-    assert not differs[:7].any() and differs[7:].all()
+    difference = (model(tokens)[0] - constant(tokens)[0]).abs().amax(-1)
+    # Some CPUs round a row of a product differently if other rows differ: 5e-7 here.
+    assert difference[:7].max() < 2e-6 and difference[7:].min() > 1e-2
 
 
 def test_the_order_of_weights_and_experts_matters():

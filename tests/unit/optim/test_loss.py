@@ -312,7 +312,8 @@ def test_the_chunked_loss_limits_peak_memory():
 
     The logits need 125 MiB in bf16 and 250 MiB in fp32. The plain loss holds the logits in bf16,
     then in fp32 together with their log-softmax or its gradient. With chunks of 32 MiB of fp32, the
-    loss holds 16 MiB of bf16 logits and 512 KiB of fp32.
+    loss holds 16 MiB of bf16 logits and 512 KiB of fp32. The rest is scratch memory of bf16 products,
+    which depends on the CPU.
 
     By default glibc raises the size from which it maps memory. It then keeps freed chunks of logits
     in its heap, depending on thread timing. A fixed threshold returns them to the system.
@@ -334,4 +335,4 @@ def test_the_chunked_loss_limits_peak_memory():
     peak = {loss: float(stdout) for loss, (stdout, _) in outputs.items()}
     print(f"MiB above the start: {peak}")
     assert peak["cross_entropy_sum"] > 500
-    assert peak["chunked_cross_entropy(32)"] < 64
+    assert peak["chunked_cross_entropy(32)"] < 80
