@@ -43,6 +43,7 @@ RESULTS = PAGES / "results.csv"
 BASE = "dense_1m"
 # Page in docs/recipes -> the recipes that it compares. The first one is the base of the others.
 RECIPES = {
+    "index": [BASE],
     "sizes": [BASE, "dense_3m"],
     "experts": [BASE, "moe"],
     "optimizers": [BASE, "muon", "lion"],
@@ -54,7 +55,7 @@ RECIPES = {
 RATES = {
     BASE: "2e-3,4e-3,8e-3,16e-3",
     "muon": "2e-3,4e-3,8e-3,16e-3,32e-3",
-    "lion": "2.5e-4,5e-4,1e-3,2e-3,4e-3",
+    "lion": "2.5e-4,5e-4,1e-3,2e-3",
 }
 RATES_FILE = PAGES / "learning_rates.csv"
 TABLE = re.compile(r"(<!-- (results|rates) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -151,9 +152,10 @@ def _read_lines(file: Path) -> list[Row]:
 
 def _seconds_of_steps(rows: Sequence[Row]) -> float:
     """Return the time of all steps; validations and checkpoints are left out."""
-    steps = [0, *(row["step"] for row in rows)]
+    logged = [row for row in rows if "step_s" in row]  # the mean since the row before
+    steps = [0, *(row["step"] for row in logged)]
     counts = (after - before for before, after in zip(steps, steps[1:], strict=False))
-    return float(sum(row["step_s"] * count for row, count in zip(rows, counts, strict=True)))
+    return float(sum(row["step_s"] * count for row, count in zip(logged, counts, strict=True)))
 
 
 def read_csv(file: Path) -> list[Row]:
@@ -175,7 +177,7 @@ def table(page: str, results: Sequence[Row]) -> str:
     """Return the table of a page: bits per byte of each recipe and held-out dataset."""
     base = {(row["heldout"], row["seed"]): row for row in results if row["recipe"] == BASE}
     lines = [
-        "| recipe | held-out | bits/byte | against the baseline | tokens | CPU seconds |",
+        "| recipe | held-out | bits/byte | against the baseline | tokens | seconds of steps |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for recipe in RECIPES[page]:
@@ -190,10 +192,9 @@ def table(page: str, results: Sequence[Row]) -> str:
             ]
             change = str(interval(changes)) if changes and recipe != BASE else "–"
             seconds = fmean(float(row["seconds"]) for row in ours)
-            link = f"[{recipe}](../../torchtitan_like/train_configs/recipes/{recipe}.toml)"
             tokens = int(ours[0]["tokens"]) / 1e6
             lines.append(
-                f"| {link} | {name} | {spread} | {change} | {tokens:.2f}M | {seconds:,.0f} |"
+                f"| `{recipe}` | {name} | {spread} | {change} | {tokens:.2f}M | {seconds:,.0f} |"
             )
     return "\n".join(lines) + "\n"
 
