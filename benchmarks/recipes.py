@@ -43,7 +43,7 @@ RESULTS = PAGES / "results.csv"
 BASE = "dense_1m"
 # Page in docs/recipes -> the recipes that it compares. The first one is the base of the others.
 RECIPES = {
-    "index": [BASE],
+    "index": [BASE, "muon"],
     "sizes": [BASE, "dense_3m"],
     "experts": [BASE, "moe"],
     "optimizers": [BASE, "muon", "lion"],
