@@ -11,16 +11,14 @@ into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
 - docs/recipes/learning_rates.csv: the held-out loss of each learning rate
-- docs/images/recipes_PAGE.svg: the curves of a page over each other
-- the tables of docs/recipes/*.md, between their markers
+- docs/images/recipes.svg: the curves over each other
+- the tables of docs/recipes/index.md, between their markers
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import io
-import json
 import os
 import re
 import subprocess
@@ -30,34 +28,27 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtitan_like.bench.results import interval
+from torchtitan_like.bench.results import DONE, interval, write_csv
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import write_atomically
+from torchtitan_like.util.jsonl import read_rows as read_json_lines
 from torchtitan_like.util.pictures import PALETTE, picture
 from torchtitan_like.util.run_directory import read_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "torchtitan_like/train_configs/recipes"
-PAGES = ROOT / "docs/recipes"
-RESULTS = PAGES / "results.csv"
+PAGE = ROOT / "docs/recipes/index.md"
+PICTURE = ROOT / "docs/images/recipes.svg"
+RESULTS = PAGE.with_name("results.csv")
 BASE = "dense_1m"
-# Page in docs/recipes -> the recipes that it compares. The first one is the base of the others.
-RECIPES = {
-    "index": [BASE, "muon"],
-    "sizes": [BASE, "dense_3m"],
-    "experts": [BASE, "moe"],
-    "optimizers": [BASE, "muon", "lion"],
-    "schedules": [BASE, "wsd", "wsd_branch", "cosine_short"],
-    "batch_ramp": [BASE, "batch_ramp"],
-    "states": [BASE, "bf16_states", "8bit_states"],
-    "mixture": [BASE, "more_code"],
-}
+# The recipes that docs/recipes/index.md compares.
+COMPARED = [BASE, "muon"]
 RATES = {
     BASE: "2e-3,4e-3,8e-3,16e-3",
     "muon": "2e-3,4e-3,8e-3,16e-3,32e-3",
     "lion": "2.5e-4,5e-4,1e-3,2e-3",
 }
-RATES_FILE = PAGES / "learning_rates.csv"
+RATES_FILE = PAGE.with_name("learning_rates.csv")
 TABLE = re.compile(r"(<!-- (results|rates) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -102,6 +93,8 @@ def read_rates(folder: Path) -> list[Row]:
     for recipe in RATES:
         file = folder / "rates" / recipe / "bench.csv"
         for row in read_csv(file) if file.exists() else []:
+            if row["state"] != DONE:
+                continue
             loss = f"{float(row['validation_loss']):.4f}"
             rows.append({"recipe": recipe, "lr": row["optimizer.lr"], "heldout_loss": loss})
     return rows
@@ -115,8 +108,8 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
         if read_exit(run_folder).code != ExitCode.DONE:
             continue
         seed = int(run_folder.name.rpartition("=")[2])
-        steps = _read_lines(run_folder / "metrics.jsonl")
-        validations = _read_lines(run_folder / "validation.jsonl")
+        steps = read_json_lines(run_folder / "metrics.jsonl")
+        validations = read_json_lines(run_folder / "validation.jsonl")
         names = list(dict.fromkeys(row.get("set", "") for row in validations))
         for name in names:
             rows = [row for row in validations if row.get("set", "") == name]
@@ -146,10 +139,6 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
     return curve, results
 
 
-def _read_lines(file: Path) -> list[Row]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
-
-
 def _seconds_of_steps(rows: Sequence[Row]) -> float:
     """Return the time of all steps; validations and checkpoints are left out."""
     logged = [row for row in rows if "step_s" in row]  # the mean since the row before
@@ -164,23 +153,14 @@ def read_csv(file: Path) -> list[Row]:
         return list(csv.DictReader(stream))
 
 
-def write_csv(file: Path, rows: Sequence[Row]) -> None:
-    """Write rows with equal columns."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(file, text.getvalue())
-
-
-def table(page: str, results: Sequence[Row]) -> str:
-    """Return the table of a page: bits per byte of each recipe and held-out dataset."""
+def results_table(results: Sequence[Row]) -> str:
+    """Return a table of the bits per byte of each compared recipe and held-out dataset."""
     base = {(row["heldout"], row["seed"]): row for row in results if row["recipe"] == BASE}
     lines = [
         "| recipe | held-out | bits/byte | against the baseline | tokens | seconds of steps |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for recipe in RECIPES[page]:
+    for recipe in COMPARED:
         rows = [row for row in results if row["recipe"] == recipe]
         for name in dict.fromkeys(row["heldout"] for row in rows):
             ours = [row for row in rows if row["heldout"] == name]
@@ -208,26 +188,25 @@ def rates_table(rates: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def with_tables(page: str) -> str:
-    """Return the text of a page with the tables of the committed results."""
+def page_with_tables() -> str:
+    """Return the text of the page with the tables of the committed results."""
 
     def replace(match: re.Match[str]) -> str:
         if match.group(2) == "rates":
             return match.group(1) + rates_table(read_csv(RATES_FILE)) + match.group(3)
-        return match.group(1) + table(page, read_csv(RESULTS)) + match.group(3)
+        return match.group(1) + results_table(read_csv(RESULTS)) + match.group(3)
 
-    return TABLE.sub(replace, (PAGES / f"{page}.md").read_text())
+    return TABLE.sub(replace, PAGE.read_text())
 
 
-def draw(page: str, path: Path) -> None:
+def draw(path: Path) -> None:
     """Draw bits per byte over the steps: the mean of the seeds, and their range."""
     with picture(path, 6.4, 3.6) as figure:
         panel = figure.subplots()
         lowest = []
-        for recipe, color in zip(RECIPES[page], PALETTE, strict=False):
-            file = CONFIGS / f"{recipe}.csv"
+        for recipe, color in zip(COMPARED, PALETTE, strict=False):
             by_step: dict[int, list[float]] = {}
-            for row in read_csv(file) if file.exists() else []:
+            for row in read_csv(CONFIGS / f"{recipe}.csv"):
                 by_step.setdefault(int(row["step"]), []).append(float(row["bits_per_byte"]))
             steps = [step for step in sorted(by_step) if step > 1]
             means = [fmean(by_step[step]) for step in steps]
@@ -250,14 +229,11 @@ def collect(folder: Path, recipes: Iterable[str]) -> None:
         if rows:
             write_csv(CONFIGS / f"{recipe}.csv", curve)
             results = [row for row in results if row["recipe"] != recipe] + rows
-    write_csv(RESULTS, [{key: str(row[key]) for key in row} for row in results])
+    write_csv(RESULTS, results)
     if rates := read_rates(folder):
         write_csv(RATES_FILE, rates)
-    for page in RECIPES:
-        document = PAGES / f"{page}.md"
-        if document.exists():
-            draw(page, ROOT / f"docs/images/recipes_{page}.svg")
-            write_atomically(document, with_tables(page))
+    draw(PICTURE)
+    write_atomically(PAGE, page_with_tables())
 
 
 def main() -> int:
@@ -265,7 +241,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    every = list(dict.fromkeys(recipe for recipes in RECIPES.values() for recipe in recipes))
+    every = sorted(file.stem for file in CONFIGS.glob("*.toml"))
     parser.add_argument("folder", type=Path)
     parser.add_argument("--recipes", nargs="+", choices=every, default=every)
     parser.add_argument("--seeds", type=int, default=3)

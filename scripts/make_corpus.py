@@ -397,7 +397,8 @@ def differences(documents: Iterable[Document]) -> list[str]:
     if actual["digest"] == expected["digest"]:
         return []
     lines = [
-        "Packages of other versions than the manifest's: the newest are found after apt-get update"
+        "The corpus differs from the manifest. If packages have other versions: delete the folder "
+        "`packages`, run `apt-get update`, and make the corpus again"
     ]
     for name in sorted(expected["packages"].keys() | actual["packages"].keys()):
         before, after = (each["packages"].get(name, {}) for each in (expected, actual))

@@ -1,4 +1,5 @@
-"""`torch.compile`, with a barrier that Inductor's kernels lack, and functions that compiled models use.
+"""`torch.compile` with a barrier that Inductor's kernels lack, functions that fuse on GPUs, and
+buffers that change in a compiled backward.
 
 A Triton kernel of Inductor may store a tensor in one loop and load it in its next loop. The loops can
 give the same element to different threads, for example when a kernel reads bfloat16 and stores
