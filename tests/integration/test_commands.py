@@ -357,7 +357,6 @@ CHECKS = {
     "NGPU=": lambda words: check(
         [words[1].partition("=")[2], "--world-size", words[0].partition("=")[2], *words[3:]]
     ),
-    "python scripts/find_batch_size.py ": lambda words: check_job(words),
     "torchrun --nproc_per_node=2 benchmarks/": lambda words: check(
         ["--world-size", "2", *words[3:]]
     ),
