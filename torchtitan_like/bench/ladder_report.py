@@ -57,7 +57,8 @@ class Findings:
             yield f"No law: {num_done} rungs are done, which are too few. The same command runs others"
             return
         error = 100 * math.sqrt(np.mean(self.law.errors**2))
-        yield f"Law: {self.law}, for N parameters and D tokens; its errors are {error:.2f} % (RMS)"
+        inputs = " and ".join(("N parameters", "D tokens")[: len(self.law.exponents)])
+        yield f"Law: {self.law}, for {inputs}; its errors are {error:.2f} % (RMS)"
         for rung, prediction, measured in self.held_out:
             yield (
                 f"{rung.name} from the smaller rungs: predicted {prediction}, measured "

@@ -21,20 +21,16 @@ NEEDED_SIZES = ("dim", "n_layers", "n_heads")
 SCALED_KEYS = (*WIDTH_KEYS, "multiple_of")
 MAX_WIDTHS = 32  # about as many different ones are tried
 ALIGNMENT = 8  # of widths, if the target's have it: tensor cores need it
-# The largest ratio between the width/depth ratios of the target and of a rung with several layers, and
-# how much its logarithm counts relative to the one of a wrong number of parameters.
-MAX_DISTORTION, DISTORTION_WEIGHT = 2.0, 0.3
-# Powers of --factor: how far the parameters of a rung may be from the wanted number, and how many times
-# as many as those of the rung before they are at least.
-MAX_ERROR, MIN_STEP = 0.75, 0.25
-OTHER_GROUPS = 0.5  # what another ratio of n_heads to n_kv_heads adds to a distortion
+# How much changed proportions count against a wrong number of parameters; both are logarithms of ratios.
+PROPORTIONS_WEIGHT = 0.3
 NO_CHECKPOINT = ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf")
 
 
 class Shape(NamedTuple):
     """A smaller model. sizes: those of the model's arguments that differ from the target's.
 
-    distortion: how far its proportions are from the target's; 0 if they are equal.
+    distortion: logarithm of the largest of its ratios to the target in heads, key-value heads and
+    layers, over the smallest; 0 if its proportions are the target's.
     """
 
     sizes: dict[str, int]
@@ -89,9 +85,14 @@ def list_rungs(
     models = [(0, Shape({}, model.args, num_params, 0.0))]
     for number in range(num_rungs, 0, -1):
         wanted = num_params / factor ** (num_rungs + 1 - number)
-        shape = _nearest(shapes, wanted, factor, config, num_ranks, model.spec)
-        largest = models[-1][1].num_params / factor**MIN_STEP
-        if shape is None or shape.num_params > largest:
+        # Nearer to this number than to that of another rung.
+        near = [
+            shape
+            for shape in shapes
+            if 2 * abs(math.log(shape.num_params / wanted)) < math.log(factor)
+        ]
+        shape = _nearest(near, wanted, config, num_ranks, model.spec)
+        if shape is None:
             raise ValueError(
                 f"--rungs {num_rungs}: only {num_rungs - number} models with heads of the same size "
                 f"exist in ratios of --factor {factor:g}, and none has about {wanted:,.0f} parameters. "
@@ -144,19 +145,15 @@ def _shapes(spec: ModelSpec, args: Any, *, has_fixed_depth: bool) -> Iterator[Sh
     step = max(1, args.n_heads // MAX_WIDTHS)
     for heads in range(step, args.n_heads + 1, step):
         for layers in depths:
-            width_ratio, depth_ratio = heads / args.n_heads, layers / args.n_layers
-            distortion = 0.0 if has_fixed_depth else abs(math.log(width_ratio / depth_ratio))
-            if layers > 1 and distortion > math.log(MAX_DISTORTION):
-                continue
             sizes = _sizes(args, heads, layers)
             if sizes.get("n_dense_layers", -1) == layers:
                 continue  # it would have no experts
             smaller = replace(args, **sizes)
             if spec.check(smaller):
                 continue
-            kv_heads = sizes.get("n_kv_heads")
-            if kv_heads and kv_heads * args.n_heads != heads * args.n_kv_heads:
-                distortion += OTHER_GROUPS
+            keys = ["n_heads", "n_kv_heads", *([] if has_fixed_depth else ["n_layers"])]
+            ratios = [sizes[key] / getattr(args, key) for key in keys if key in sizes]
+            distortion = math.log(max(ratios) / min(ratios))
             yield Shape(sizes, smaller, spec.num_params(smaller), distortion)
 
 
@@ -183,27 +180,20 @@ def _sizes(args: Any, heads: int, layers: int) -> dict[str, int]:
 
 
 def _nearest(
-    shapes: Sequence[Shape],
-    wanted: float,
-    factor: float,
-    config: JobConfig,
-    num_ranks: int,
-    spec: ModelSpec,
+    shapes: Sequence[Shape], wanted: float, config: JobConfig, num_ranks: int, spec: ModelSpec
 ) -> Shape | None:
     """Return the shape that is nearest to a number of parameters and to the target's proportions.
 
-    Its layout is valid, if any of them is. None if none has about the wanted number.
+    Its layout is valid, if any of them is. None if there is no shape.
     """
 
     def distance(shape: Shape) -> float:
         error = abs(math.log(shape.num_params / wanted))
-        return error + DISTORTION_WEIGHT * shape.distortion
+        return error + PROPORTIONS_WEIGHT * shape.distortion
 
-    limit = MAX_ERROR * math.log(factor)
-    near = [shape for shape in shapes if abs(math.log(shape.num_params / wanted)) < limit]
-    near.sort(key=distance)
-    valid = (shape for shape in near if not check_layout(config, num_ranks, spec, shape.args))
-    return next(valid, near[0] if near else None)
+    nearest = sorted(shapes, key=distance)
+    valid = (shape for shape in nearest if not check_layout(config, num_ranks, spec, shape.args))
+    return next(valid, nearest[0] if nearest else None)
 
 
 # ---- settings

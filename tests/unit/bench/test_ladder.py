@@ -58,7 +58,7 @@ def sizes_of(rung: Rung, prefix: str = "model.args.") -> dict[str, int]:
         # The feed-forward width stays 3 x dim and 3.5 x dim, because multiple_of shrinks.
         ("debug_model", {"dim": 64, "n_layers": 2, "n_heads": 4, "multiple_of": 64},
          {"dim": 192, "n_layers": 5, "n_heads": 12, "multiple_of": 192}),
-        ("llama3_8b", {"dim": 1280, "n_layers": 9, "n_heads": 10, "n_kv_heads": 2, "multiple_of": 320},
+        ("llama3_8b", {"dim": 1280, "n_layers": 8, "n_heads": 10, "n_kv_heads": 2, "multiple_of": 320},
          {"dim": 3072, "n_layers": 26, "n_heads": 24, "n_kv_heads": 6, "multiple_of": 768}),
         ("qwen3_moe_debug",
          {"dim": 96, "n_layers": 3, "n_heads": 6, "n_kv_heads": 3, "hidden_dim": 1152, "moe_inter_dim": 288},
@@ -91,7 +91,7 @@ def test_rungs_have_the_wanted_parameters_and_the_targets_proportions(
     assert last.settings.keys().isdisjoint({"model.args.dim"}) and last.num_params > 0
     for rung in rungs:
         wanted = last.num_params / factor ** (number + 1 - rung.number)
-        assert abs(math.log(rung.num_params / wanted)) < 0.75 * math.log(factor)
+        assert abs(math.log(rung.num_params / wanted)) < 0.5 * math.log(factor)
         words = [f"--{key}={value}" for key, value in rung.settings.items()]
         model = check_model(load(name, *words, ranks=ranks))
         assert model.spec is not None and model.spec.num_params(model.args) == rung.num_params
@@ -233,7 +233,7 @@ def test_a_ladder_continues_and_predicts_the_target(
     assert started == [f"rung-{number},seed=42" for number in range(2, 6)]
     output = capsys.readouterr().out
     assert "1 of 5 runs are done already" in output
-    assert "Law: L = 2.0000 + 300 / N^0.400" in output
+    assert "Law: L = 2.0000 + 300 / N^0.400, for N parameters; its" in output
     assert "rung-5 from the smaller rungs: predicted" in output
     assert "Loss: last validation loss of shakespeare_validation" in output
 
@@ -284,7 +284,8 @@ def test_tasks_of_an_array_and_repeats(
     capsys.readouterr()
     assert cli.main(words) == 0 and len(started) == 12
     output = capsys.readouterr().out
-    assert "Loss: training loss, mean of the last rows" in output and "/ D^" in output
+    assert "Loss: training loss, mean of the last rows" in output
+    assert "/ D^" in output and "for N parameters and D tokens" in output
     assert "target-x0.5 with" in output and "target-x1 with" in output
 
 
