@@ -136,7 +136,7 @@ def run_all(
     for run in waiting:
         show(f"Run {run.index + 1} of {num_runs}, index {run.index}: {run.name}")
         with restored_signals():
-            codes[run.index] = launch(options, run.argv, run.argv, shows_results=False)
+            codes[run.index] = launch(options, run.argv, run.argv)
         num_steps += run.config.training.steps
         progress(title, num_steps, total, time.monotonic() - started)
         if codes[run.index] in ENDS_OF_BENCH and not _was_killed_alone(run):

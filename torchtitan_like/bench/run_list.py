@@ -179,7 +179,8 @@ def _load_variants(
     found: dict[str, Problem] = {}
     names_with: dict[str, list[str]] = {}
     for name, overrides in variants.items():
-        argv = [*settings, *(f"--{key}={value}" for key, value in overrides.items())]
+        changes = {**overrides, "job.show_results": "false"}  # the bench shows those of all runs
+        argv = [*settings, *(f"--{key}={value}" for key, value in changes.items())]
         try:
             config, _ = load_for_command(argv, num_ranks, training=True, device_type=device_type)
         except ConfigError as error:

@@ -118,24 +118,17 @@ class SignalRelay:
             self.process.send_signal(signum)
 
 
-def launch(
-    options: Mapping[str, str | None],
-    settings: Sequence[str],
-    words: Sequence[str],
-    *,
-    shows_results: bool = True,
-) -> int:
+def launch(options: Mapping[str, str | None], settings: Sequence[str], words: Sequence[str]) -> int:
     """Check the configuration, start the ranks, wait for their end. Returns the exit code.
 
     options: options of the command line by `Option.key`.
     settings: --section.key value, as the ranks receive them.
     words: the arguments that the user typed.
-    shows_results: False: not even if `job.show_results` is set.
     """
     relay = SignalRelay()
     with relay.listening():
         try:
-            return _check_and_start(relay, options, settings, words, shows_results=shows_results)
+            return _check_and_start(relay, options, settings, words)
         except LaunchError as error:
             show_error(str(error))
             return error.code
@@ -152,8 +145,6 @@ def _check_and_start(
     options: Mapping[str, str | None],
     settings: Sequence[str],
     words: Sequence[str],
-    *,
-    shows_results: bool,
 ) -> int:
     from torchtitan_like.config.arguments import mask_arguments
     from torchtitan_like.launcher.finished_run import show_results
@@ -181,9 +172,8 @@ def _check_and_start(
             for_ranks[LAUNCHER_FOLDER] = str(launcher_folder)
         code = relay.start_and_wait([*command, *settings], environ | for_ranks)
         code = report_end(config, code, relay.passed_on, start, launcher_folder)
-    is_slurm_job = "SLURM_JOB_ID" in environ
-    is_shown = shows_results and config.job.show_results and not is_slurm_job
-    if is_shown and code == ExitCode.DONE and plan.max_nodes == 1:
+    is_done = code == ExitCode.DONE and plan.max_nodes == 1
+    if config.job.show_results and is_done and "SLURM_JOB_ID" not in environ:
         show_results(config, python, environ)
     return code
 

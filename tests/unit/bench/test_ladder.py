@@ -187,7 +187,7 @@ def law(num_params: int) -> float:
 def launch_with_law(codes: dict[str, int], started: list[str]) -> Launch:
     """A launcher that loads the TOML file of a rung, and ends with a code and the loss of `law`."""
 
-    def launch(_options: object, argv: Sequence[str], _words: object, **_: object) -> int:
+    def launch(_options: object, argv: Sequence[str], _words: object) -> int:
         config = load_config(argv)
         model = check_model(config)
         assert model.spec is not None
