@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.harness.runner import ROOT
-from torchtitan_like.monitor.reference_curve import ReferenceCurve, read_reference_curve
+from torchtitan_like.config.sections_training import DataSource, Validation
+from torchtitan_like.monitor.reference_curve import (
+    ReferenceCurve,
+    build_reference,
+    read_reference_curve,
+)
 from torchtitan_like.util import bundle
 
 CURVE = ROOT / "tests/assets/reference_curve.csv"
@@ -19,6 +24,14 @@ def test_values_are_interpolated_between_the_steps_of_each_seed() -> None:
     assert curve.values(4) == pytest.approx([5.25, 5.55])
     assert curve.values(5) == [5.0, 5.4]
     assert curve.values(0) == curve.values(6) == []
+
+
+@pytest.mark.parametrize(("names", "dataset"), [((), ""), (("web",), ""), (("web", "code"), "web")])
+def test_the_curve_is_of_the_first_validation_dataset(names: tuple[str, ...], dataset: str) -> None:
+    sources = {name: DataSource(path=name) for name in names}
+    validation = Validation(enable=True, sources=sources, reference_curve=str(CURVE))
+    reference = build_reference(validation)
+    assert reference is not None and reference.dataset == dataset
 
 
 def test_a_seed_counts_between_its_own_first_and_last_step() -> None:
@@ -55,6 +68,7 @@ def test_the_line_shows_the_range_of_the_seeds_if_it_is_visible(
         ("seed,step,bits_per_byte\n1,ten,2.0\n", "line 2: .*'ten'"),
         ("seed,step,bits_per_byte\n1,-1,2.0\n", "line 2: step -1"),
         ("seed,step,bits_per_byte\n1,1,nan\n", "line 2: step 1, bits per byte nan"),
+        ("seed,step,bits_per_byte\n1,1,-2.0\n", "line 2: step 1, bits per byte -2.0"),
         ("seed,step,bits_per_byte\n1,1,2.0\n2,1,2.0\n1,1,2.1\n", "line 4: seed 1 has step 1 twice"),
     ],
 )
