@@ -244,15 +244,17 @@ def _sort_arrivals(
         first = torch.arange(0, num_rows, buffer_size, device=counts.device)
     else:
         first = num_received.cumsum(0) - num_received
-    arrival = first[:, None] + counts.cumsum(1) - counts
+    before = counts.cumsum(1) - counts  # rows from the same rank for other experts
+    # A sum of two vectors, because Inductor of torch 2.12 cannot search a view.
+    arrival = first[:, None].expand_as(counts).flatten() + before.flatten()
     sorted_counts = counts.T.flatten()
     sorted_ends = sorted_counts.cumsum(0)
     after = (sorted_ends - sorted_counts).view(counts.T.shape).T
-    shift = after - arrival  # of the rows from a rank for an expert
+    shift = after - arrival.view(counts.shape)  # of the rows from a rank for an expert
     rows = torch.arange(num_rows, device=counts.device)
     block = torch.searchsorted(sorted_ends, rows, right=True).clamp(max=counts.numel() - 1)
     source = rows - shift.T.flatten()[block]
-    block = torch.searchsorted(arrival.flatten(), rows, right=True) - 1
+    block = torch.searchsorted(arrival, rows, right=True) - 1
     position = rows + shift.flatten()[block]
     ends = sorted_ends.view(counts.T.shape)[:, -1].to(torch.int32)
     return ends, source.clamp(0, num_rows - 1), position.clamp(0, num_rows - 1)
