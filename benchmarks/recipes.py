@@ -11,8 +11,8 @@ into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
 - docs/recipes/learning_rates.csv: the held-out loss of each learning rate
-- docs/images/recipes.svg: the curves over each other
-- the tables of docs/recipes/index.md, between their markers
+- docs/images/recipes_PAGE.svg: the curves of a page of docs/recipes over each other
+- the tables of these pages, between their markers
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtitan_like.bench.results import DONE, interval, write_csv
+from torchtitan_like.bench.results import DONE, interval, step_seconds_so_far, write_csv
+from torchtitan_like.report.history import read_histories
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.jsonl import read_rows as read_json_lines
@@ -37,18 +38,27 @@ from torchtitan_like.util.run_directory import read_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "torchtitan_like/train_configs/recipes"
-PAGE = ROOT / "docs/recipes/index.md"
-PICTURE = ROOT / "docs/images/recipes.svg"
-RESULTS = PAGE.with_name("results.csv")
+FOLDER = ROOT / "docs/recipes"
+RESULTS = FOLDER / "results.csv"
+RATES_FILE = FOLDER / "learning_rates.csv"
 BASE = "dense_1m"
-# The recipes that docs/recipes/index.md compares.
-COMPARED = [BASE, "muon"]
+# The recipes of each page. Each is compared with the first one that has read as many tokens.
+PAGES = {
+    "optimizers": [BASE, "muon", "lion"],
+    "experts": [BASE, "moe"],
+    "schedules": [BASE, "wsd", "cosine_short", "wsd_branch"],
+    "ramps": [BASE, "batch_ramp", "seq_ramp_start", "seq_ramp"],
+    "states": [BASE, "bf16_states", "8bit_states"],
+    "mixture": [BASE, "little_code", "more_code"],
+}
+# Recipes that start from a checkpoint of another one, with the same seed.
+STARTS = {"wsd_branch": "wsd", "seq_ramp": "seq_ramp_start"}
+START_STEP = 300
 RATES = {
     BASE: "2e-3,4e-3,8e-3,16e-3",
     "muon": "2e-3,4e-3,8e-3,16e-3,32e-3",
-    "lion": "2.5e-4,5e-4,1e-3,2e-3",
+    "lion": "5e-4,1e-3,2e-3,4e-3,8e-3",
 }
-RATES_FILE = PAGE.with_name("learning_rates.csv")
 TABLE = re.compile(r"(<!-- (results|rates) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Row = dict[str, Any]
@@ -64,14 +74,14 @@ def titan(*words: str) -> int:
 def run(recipe: str, folder: Path, num_seeds: int) -> int:
     """Run what is not done of a recipe. Returns the exit code."""
     toml = str(CONFIGS / f"{recipe}.toml")
-    if recipe != "wsd_branch":
+    if recipe not in STARTS:
         words = ("--repeat", str(num_seeds), f"--job.dump_folder={folder / recipe}")
         return titan("bench", toml, *words)
     codes = []
-    for seed in range(1, num_seeds + 1):  # each starts from its own run of wsd.toml
+    for seed in range(1, num_seeds + 1):
         name = f"base,seed={seed}"
         own = (f"--debug.seed={seed}", f"--job.dump_folder={folder / recipe / name}")
-        start = folder / "wsd" / name / "checkpoint/step-300"
+        start = folder / STARTS[recipe] / name / f"checkpoint/step-{START_STEP}"
         codes.append(titan("train", toml, *own, f"--checkpoint.initial_load_path={start}"))
     return max(codes)
 
@@ -110,6 +120,8 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
         seed = int(run_folder.name.rpartition("=")[2])
         steps = read_json_lines(run_folder / "metrics.jsonl")
         validations = read_json_lines(run_folder / "validation.jsonl")
+        (history,) = read_histories([run_folder], is_redacted=False)
+        seconds = step_seconds_so_far(history)[-1]
         names = list(dict.fromkeys(row.get("set", "") for row in validations))
         for name in names:
             rows = [row for row in validations if row.get("set", "") == name]
@@ -118,6 +130,7 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
                     {
                         "seed": seed,
                         "step": row["step"],
+                        "tokens": row["n_tokens_seen"],
                         "bits_per_byte": f"{row['bits_per_byte']:.5f}",
                     }
                     for row in rows
@@ -132,19 +145,11 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
                     "tokens": steps[-1]["n_tokens_seen"],
                     "loss": f"{last['loss']:.5f}",
                     "bits_per_byte": f"{last['bits_per_byte']:.5f}",
-                    "seconds": f"{_seconds_of_steps(steps):.0f}",
+                    "seconds": f"{seconds:.0f}",
                     "data_digest_chain": steps[-1]["data_digest_chain"],
                 }
             )
     return curve, results
-
-
-def _seconds_of_steps(rows: Sequence[Row]) -> float:
-    """Return the time of all steps; validations and checkpoints are left out."""
-    logged = [row for row in rows if "step_s" in row]  # the mean since the row before
-    steps = [0, *(row["step"] for row in logged)]
-    counts = (after - before for before, after in zip(steps, steps[1:], strict=False))
-    return float(sum(row["step_s"] * count for row, count in zip(logged, counts, strict=True)))
 
 
 def read_csv(file: Path) -> list[Row]:
@@ -153,34 +158,43 @@ def read_csv(file: Path) -> list[Row]:
         return list(csv.DictReader(stream))
 
 
-def results_table(results: Sequence[Row]) -> str:
-    """Return a table of the bits per byte of each compared recipe and held-out dataset."""
-    base = {(row["heldout"], row["seed"]): row for row in results if row["recipe"] == BASE}
+def scores_of(rows: Sequence[Row], heldout: str) -> dict[str, float]:
+    """Return the bits per byte of a held-out dataset by seed."""
+    return {row["seed"]: float(row["bits_per_byte"]) for row in rows if row["heldout"] == heldout}
+
+
+def results_table(recipes: Sequence[str]) -> str:
+    """Return a table of the committed results: one line for each recipe and held-out dataset."""
     lines = [
-        "| recipe | held-out | bits/byte | against the baseline | tokens | seconds of steps |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| recipe | held out | bits/byte | difference | tokens | seconds | digest chain of seed 1 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for recipe in COMPARED:
-        rows = [row for row in results if row["recipe"] == recipe]
+    results = {
+        recipe: [row for row in read_csv(RESULTS) if row["recipe"] == recipe] for recipe in recipes
+    }
+    for recipe, rows in results.items():
         for name in dict.fromkeys(row["heldout"] for row in rows):
-            ours = [row for row in rows if row["heldout"] == name]
-            spread = interval([float(row["bits_per_byte"]) for row in ours])
-            changes = [
-                float(row["bits_per_byte"]) - float(base[name, row["seed"]]["bits_per_byte"])
-                for row in ours
-                if (name, row["seed"]) in base
-            ]
-            change = str(interval(changes)) if changes and recipe != BASE else "–"
-            seconds = fmean(float(row["seconds"]) for row in ours)
-            tokens = int(ours[0]["tokens"]) / 1e6
+            ours = scores_of(rows, name)
+            tokens = float(rows[0]["tokens"])
+            base = next(
+                other
+                for other, others in results.items()
+                if float(others[0]["tokens"]) == tokens and scores_of(others, name)
+            )
+            theirs = scores_of(results[base], name)
+            changes = [score - theirs[seed] for seed, score in ours.items() if seed in theirs]
+            change = "–" if base == recipe else f"{interval(changes)} to `{base}`"
+            seconds = fmean(float(row["seconds"]) for row in rows)
             lines.append(
-                f"| `{recipe}` | {name} | {spread} | {change} | {tokens:.2f}M | {seconds:,.0f} |"
+                f"| `{recipe}` | {name} | {interval(list(ours.values()))} | {change} | "
+                f"{tokens / 1e6:.2f}M | {seconds:,.0f} | `{rows[0]['data_digest_chain']}` |"
             )
     return "\n".join(lines) + "\n"
 
 
-def rates_table(rates: Sequence[Row]) -> str:
+def rates_table() -> str:
     """Return a table of the held-out losses by recipe and learning rate."""
+    rates = read_csv(RATES_FILE)
     lines = ["| recipe | learning rate: held-out loss after 200 steps |", "| --- | --- |"]
     for recipe in RATES:
         cells = [f"{row['lr']}: {row['heldout_loss']}" for row in rates if row["recipe"] == recipe]
@@ -188,52 +202,58 @@ def rates_table(rates: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page_with_tables() -> str:
-    """Return the text of the page with the tables of the committed results."""
+def page_path(page: str) -> Path:
+    """Return where a page is."""
+    return FOLDER / f"{page}.md"
+
+
+def page_with_tables(page: str) -> str:
+    """Return the text of a page with the tables of the committed results."""
 
     def replace(match: re.Match[str]) -> str:
-        if match.group(2) == "rates":
-            return match.group(1) + rates_table(read_csv(RATES_FILE)) + match.group(3)
-        return match.group(1) + results_table(read_csv(RESULTS)) + match.group(3)
+        table = rates_table() if match.group(2) == "rates" else results_table(PAGES[page])
+        return match.group(1) + table + match.group(3)
 
-    return TABLE.sub(replace, PAGE.read_text())
+    return TABLE.sub(replace, page_path(page).read_text())
 
 
-def draw(path: Path) -> None:
-    """Draw bits per byte over the steps: the mean of the seeds, and their range."""
-    with picture(path, 6.4, 3.6) as figure:
+def draw(page: str) -> None:
+    """Draw bits per byte over the tokens: the mean of the seeds, and their range."""
+    with picture(ROOT / f"docs/images/recipes_{page}.svg", 6.4, 3.6) as figure:
         panel = figure.subplots()
         lowest = []
-        for recipe, color in zip(COMPARED, PALETTE, strict=False):
-            by_step: dict[int, list[float]] = {}
+        for recipe, color in zip(PAGES[page], PALETTE, strict=False):
+            by_tokens: dict[float, list[float]] = {}
             for row in read_csv(CONFIGS / f"{recipe}.csv"):
-                by_step.setdefault(int(row["step"]), []).append(float(row["bits_per_byte"]))
-            steps = [step for step in sorted(by_step) if step > 1]
-            means = [fmean(by_step[step]) for step in steps]
-            panel.plot(steps, means, color=color, label=recipe)
-            low, high = ([end(by_step[step]) for step in steps] for end in (min, max))
-            panel.fill_between(steps, low, high, color=color, alpha=0.25, linewidth=0)
+                if row["step"] != "1":
+                    scores = by_tokens.setdefault(int(row["tokens"]) / 1e6, [])
+                    scores.append(float(row["bits_per_byte"]))
+            tokens, means = list(by_tokens), [fmean(scores) for scores in by_tokens.values()]
+            panel.plot(tokens, means, "o-", color=color, markersize=4, label=recipe)
+            low, high = ([end(scores) for scores in by_tokens.values()] for end in (min, max))
+            panel.fill_between(tokens, low, high, color=color, alpha=0.25, linewidth=0)
             lowest += means[-1:]
         panel.set_ylim(min(lowest) - 0.05, max(lowest) + 0.8)
-        panel.set_xlabel("step")
+        panel.set_xlabel("tokens, millions")
         panel.set_ylabel("bits per byte of held-out text")
         panel.grid(True)
         panel.legend(frameon=False)
 
 
 def collect(folder: Path, recipes: Iterable[str]) -> None:
-    """Write the files that are committed; see the module."""
-    results = read_csv(RESULTS) if RESULTS.exists() else []
+    """Write the files that are committed; see the module. Recipes without new runs keep theirs."""
+    results: list[Row] = []
     for recipe in recipes:
         curve, rows = read_rows(recipe, folder)
         if rows:
             write_csv(CONFIGS / f"{recipe}.csv", curve)
-            results = [row for row in results if row["recipe"] != recipe] + rows
-    write_csv(RESULTS, results)
-    if rates := read_rates(folder):
-        write_csv(RATES_FILE, rates)
-    draw(PICTURE)
-    write_atomically(PAGE, page_with_tables())
+            results += rows
+    for file, new in ((RESULTS, results), (RATES_FILE, read_rates(folder))):
+        replaced = {row["recipe"] for row in new}
+        write_csv(file, [row for row in read_csv(file) if row["recipe"] not in replaced] + new)
+    for page in PAGES:
+        draw(page)
+        write_atomically(page_path(page), page_with_tables(page))
 
 
 def main() -> int:

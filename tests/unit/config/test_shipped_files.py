@@ -34,7 +34,7 @@ QWEN = {
 }
 DEEPSEEK = {"deepseek_v3_debug": 2, "deepseek_v3_16b": 8, "deepseek_v3_671b": 512}
 RECIPES = ("8bit_states", "batch_ramp", "bf16_states", "cosine_short", "dense_125m", "dense_1m", "dense_3m", "lion",
-           "moe", "more_code", "muon", "wsd", "wsd_branch")  # fmt: skip
+           "little_code", "moe", "more_code", "muon", "seq_ramp", "seq_ramp_start", "wsd", "wsd_branch")  # fmt: skip
 BUNDLED = {
     "debug_model": 2,
     "debugmodel_moe": 2,
