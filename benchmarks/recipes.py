@@ -4,9 +4,9 @@
     python -m benchmarks.recipes FOLDER --rates [--recipes dense_1m muon lion]
     python -m benchmarks.recipes FOLDER --collect
 
-Runs each recipe with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder that has
-`corpus`. Called again, it continues. --rates runs 200 steps with each learning rate of a grid instead,
-into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
+Runs the recipes of the pages with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder
+that has `corpus`. Called again, it continues. --rates runs 200 steps with each learning rate of a grid
+instead, into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 import os
 import re
 import subprocess
@@ -42,7 +43,8 @@ FOLDER = ROOT / "docs/recipes"
 RESULTS = FOLDER / "results.csv"
 RATES_FILE = FOLDER / "learning_rates.csv"
 BASE = "dense_1m"
-# The recipes of each page. Each is compared with the first one that has read as many tokens.
+# The recipes of each page, in the order in which they run. Each is compared with the first one that
+# has read as many tokens.
 PAGES = {
     "optimizers": [BASE, "muon", "lion"],
     "experts": [BASE, "moe"],
@@ -263,7 +265,8 @@ def main() -> int:
     )
     every = sorted(file.stem for file in CONFIGS.glob("*.toml"))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--recipes", nargs="+", choices=every, default=every)
+    on_pages = list(dict.fromkeys(itertools.chain(*PAGES.values())))
+    parser.add_argument("--recipes", nargs="+", choices=every, default=on_pages)
     parser.add_argument("--seeds", type=int, default=3)
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--rates", action="store_true")
