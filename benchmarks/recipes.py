@@ -4,9 +4,9 @@
     python -m benchmarks.recipes FOLDER --rates [--recipes dense_1m muon lion]
     python -m benchmarks.recipes FOLDER --collect
 
-Runs the recipes of the pages with `titan bench` into FOLDER/RECIPE, one thread a run, from the folder
-that has `corpus`. Called again, it continues. --rates runs 200 steps with each learning rate of a grid
-instead, into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
+Start it in the folder that has `corpus`. Runs the recipes of the pages with `titan bench`, one
+thread a run, into FOLDER/RECIPE. Called again, it continues. --rates instead runs 200 steps with
+each learning rate of a grid, into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
 
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
@@ -167,10 +167,9 @@ def scores_of(rows: Sequence[Row], heldout: str) -> dict[str, float]:
 
 def results_table(recipes: Sequence[str]) -> str:
     """Return a table of the committed results: one line for each recipe and held-out dataset."""
-    lines = [
-        "| recipe | held out | bits/byte | difference | tokens | seconds | digest chain of seed 1 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["recipe", "held out", "bits/byte", "difference", "tokens", "seconds"]
+    head.append("digest chain of seed 1")
+    lines = [f"| {' | '.join(head)} |", f"| {' | '.join(['---'] * len(head))} |"]
     results = {
         recipe: [row for row in read_csv(RESULTS) if row["recipe"] == recipe] for recipe in recipes
     }

@@ -21,7 +21,8 @@ NEEDED_SIZES = ("dim", "n_layers", "n_heads")
 SCALED_KEYS = (*WIDTH_KEYS, "multiple_of")
 MAX_WIDTHS = 32  # about as many different ones are tried
 ALIGNMENT = 8  # of widths, if the target's have it: tensor cores need it
-# How much changed proportions count against a wrong number of parameters; both are logarithms of ratios.
+# How much changed proportions count against a wrong number of parameters. Both are logarithms of
+# ratios.
 PROPORTIONS_WEIGHT = 0.3
 NO_CHECKPOINT = ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf")
 
