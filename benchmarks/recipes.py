@@ -6,7 +6,8 @@
 
 Start it in the folder that has `corpus`. Runs the recipes of the pages with `titan bench`, one
 thread a run, into FOLDER/RECIPE. Called again, it continues. --rates instead runs 200 steps with
-each learning rate of a grid, into FOLDER/rates/RECIPE. --collect writes, from all runs that are done:
+each learning rate of a grid, into FOLDER/rates/RECIPE. --collect writes from the runs that are
+done:
 
 - train_configs/recipes/RECIPE.csv: bits per byte of each validation, by seed
 - docs/recipes/results.csv: one row for each run and held-out dataset
