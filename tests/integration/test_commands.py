@@ -28,7 +28,7 @@ from torchtitan_like.util.jsonl import read_rows
 
 GUIDES = sorted(
     path.relative_to(ROOT).as_posix()
-    for folder in ("guides", "reference", "tutorials")
+    for folder in ("guides", "recipes", "reference", "tutorials")
     for path in (ROOT / "docs" / folder).glob("*.md")
 )
 GUIDES = ["README.md", "CONTRIBUTING.md", *GUIDES]

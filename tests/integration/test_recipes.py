@@ -59,7 +59,7 @@ def documented_settings() -> list[str]:
     section = (ROOT / "docs/recipes/index.md").read_text().partition("## Train on FineWeb-Edu\n")[2]
     command = section.partition("```bash\n")[2].partition("```")[0]
     words = shlex.split(command.replace("\\\n", " "))
-    assert words[:3] == ["titan", "train", "recipes/NAME.toml"]
+    assert words[:3] == ["titan", "train", "recipes/dense_125m.toml"]
     return words[3:]
 
 
