@@ -364,7 +364,7 @@ def _fusing_kernels(recorder: Recorder) -> Iterator[None]:
     changes = {
         "_are_on_gpu": lambda args: True,
         "_can_compile": lambda: True,
-        "compile_function": lambda function, **options: recorder.fused(function),
+        "_compiled": recorder.fused,
     }
     originals = {name: getattr(module, name) for name in changes}
     for name, change in changes.items():
@@ -561,7 +561,7 @@ class _FakeMode(FakeTensorMode):
 def faking(recorder: Recorder, *, fuses: bool) -> Iterator[Callable[[], Any]]:
     """Yield the context in which tensors are fake, kernels are a GPU's, and both are recorded.
 
-    fuses: record calls of fused functions as one kernel; in a process of its own.
+    fuses: record calls of fused functions as one kernel.
     """
     fake_mode = _FakeMode(allow_non_fake_inputs=True)
 

@@ -46,16 +46,20 @@ def fused_on_gpu(function: Function) -> Function:
     size. Measured times never decide how a sum is divided, so runs of equal sizes add in one order.
     Values are rounded where the operators round them.
     """
-    options = {"deterministic": True, "emulate_precision_casts": True}
-    compiled = cache(lambda: compile_function(function, options=options))
 
     @wraps(function)
     def call(*args: Any) -> Any:
         if torch.compiler.is_compiling() or not (_are_on_gpu(args) and _can_compile()):
             return function(*args)
-        return compiled()(*args)
+        return _compiled(function)(*args)
 
     return cast(Function, call)
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    options = {"deterministic": True, "emulate_precision_casts": True}
+    return compile_function(function, options=options)
 
 
 def _are_on_gpu(args: tuple[Any, ...]) -> bool:

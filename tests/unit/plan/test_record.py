@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import scaled_dot_product_attention
 
+from torchtitan_like.plan.fake import faking
 from torchtitan_like.plan.record import Recorder, WorkItem
+from torchtitan_like.util import compile as compile_module
 
 
 def recorded(op: str, recorder: Recorder) -> list[WorkItem]:
@@ -47,3 +50,19 @@ def test_an_operator_of_a_tensor_subclass_is_recorded_as_those_that_it_calls() -
     (copy,) = recorded("", recorder)
     assert copy.op == "clone" and again is transposed
     assert copy.writes == ((recorder.id_of(transposed), 128),)
+
+
+def test_each_recording_has_the_fused_functions_of_a_process_that_has_compiled_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fused = compile_module.fused_on_gpu(lambda x: (x + 1) * 2)
+    with monkeypatch.context() as on_gpu:
+        on_gpu.setattr(compile_module, "_are_on_gpu", lambda args: True)
+        on_gpu.setattr(compile_module, "_can_compile", lambda: True)
+        on_gpu.setattr(compile_module, "compile_function", lambda function, options: len)
+        assert fused([1, 2]) == 2  # as compiled
+    for _ in range(2):
+        recorder = Recorder("cpu")
+        with faking(recorder, fuses=True) as recording, recording():
+            fused(torch.ones(4))
+        assert [item.op for item in recorded("", recorder)] == ["ones", "fused <lambda>"]

@@ -1,4 +1,5 @@
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -48,11 +49,8 @@ def compilations(monkeypatch):
     counter = CompileCounter()
     monkeypatch.setattr(subject, "_are_on_gpu", lambda args: True)
     monkeypatch.setattr(subject, "_can_compile", lambda: True)
-    monkeypatch.setattr(
-        subject,
-        "compile_function",
-        lambda function, options: torch.compile(function, backend=counter),
-    )
+    compiled = cache(lambda function: torch.compile(function, backend=counter))
+    monkeypatch.setattr(subject, "_compiled", compiled)
     yield counter
     torch._dynamo.reset()
 
