@@ -53,6 +53,7 @@ PAGES = {
     "ramps": [BASE, "batch_ramp", "seq_ramp_start", "seq_ramp"],
     "states": [BASE, "bf16_states", "8bit_states"],
     "mixture": [BASE, "little_code", "more_code"],
+    "sizes": [BASE, "dense_3m"],
 }
 # Recipes that start from a checkpoint of another one, with the same seed.
 STARTS = {"wsd_branch": "wsd", "seq_ramp": "seq_ramp_start"}
