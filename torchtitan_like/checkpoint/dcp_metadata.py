@@ -161,6 +161,8 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _StandIn,
+    # Early releases of Python 3.11 pickle an enum as getattr(class, name). Nothing looks it up here.
+    ("builtins", "getattr"): _StandIn,
 }
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import io
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,20 @@ def test_metadata_is_read_as_by_torch(protocol: int) -> None:
     assert metadata.paths == expected.planner_data
 
 
+class EarlyPickler(pickle.Pickler):
+    """Writes an enum as Python 3.11.0 to 3.11.3 does, by its name."""
+
+    def reducer_override(self, value: object) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_an_early_release_of_python_3_11_is_read() -> None:
+    file = ASSETS / "v3/step-3/.metadata"
+    EarlyPickler(early := io.BytesIO()).dump(pickle.loads(file.read_bytes()))
+    assert b"getattr" in early.getvalue()
+    assert load_metadata(early.getvalue(), file) == load_metadata(file.read_bytes(), file)
+
+
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES), key=str), ids=str)
 def test_every_dtype_loads(tmp_path: Path, dtype: torch.dtype) -> None:
     metadata = save_dcp(tmp_path, {"a": torch.ones(2)})
@@ -98,6 +114,7 @@ def test_every_dtype_loads(tmp_path: Path, dtype: torch.dtype) -> None:
         ("torch", "Size"),
         ("torch", "float32"),
         ("torch.serialization", "_get_layout"),
+        ("builtins", "getattr"),
     ],
     ids=".".join,
 )
