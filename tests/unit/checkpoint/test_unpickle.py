@@ -88,9 +88,10 @@ class EarlyPickler(pickle.Pickler):
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
 
 
-def test_metadata_of_an_early_release_of_python_3_11_is_read() -> None:
+@pytest.mark.parametrize("protocol", [2, pickle.HIGHEST_PROTOCOL])
+def test_metadata_of_an_early_release_of_python_3_11_is_read(protocol: int) -> None:
     file = ASSETS / "v3/step-3/.metadata"
-    EarlyPickler(early := io.BytesIO()).dump(pickle.loads(file.read_bytes()))
+    EarlyPickler(early := io.BytesIO(), protocol).dump(pickle.loads(file.read_bytes()))
     assert b"getattr" in early.getvalue()
     assert load_metadata(early.getvalue(), file) == load_metadata(file.read_bytes(), file)
 
