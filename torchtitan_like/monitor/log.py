@@ -23,7 +23,7 @@ logger = logging.getLogger()
 _COLORS = {"red": 31, "green": 32, "yellow": 33, "blue": 34, "magenta": 35, "cyan": 36}
 
 
-class _StdoutHandler(logging.StreamHandler[TextIO]):
+class _StdoutHandler(logging.StreamHandler):  # type: ignore[type-arg] # generic from Python 3.11
     """Writes to the current ``sys.stdout``, and flushes each line for readers of a pipe.
 
     hides_details: True on a terminal once a log file has all lines.
@@ -41,7 +41,7 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
             super().emit(record)
 
     @property
-    def stream(self) -> TextIO:  # type: ignore[override]
+    def stream(self) -> TextIO:
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:
