@@ -26,11 +26,18 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchtitan_like.bench.results import DONE, interval, step_seconds_so_far, write_csv
+from torchtitan_like.bench.results import (
+    DONE,
+    difference,
+    interval,
+    step_seconds_so_far,
+    write_csv,
+)
 from torchtitan_like.report.history import read_histories
 from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import write_atomically
@@ -119,13 +126,14 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
     curve: list[Row] = []
     results: list[Row] = []
     for run_folder in sorted((folder / recipe).glob("*,seed=*")):
-        if read_exit(run_folder).code != ExitCode.DONE:
+        if not is_done(run_folder):
             continue
         seed = int(run_folder.name.rpartition("=")[2])
         steps = read_json_lines(run_folder / "metrics.jsonl")
         validations = read_json_lines(run_folder / "validation.jsonl")
-        (history,) = read_histories([run_folder], is_redacted=False)
-        seconds = step_seconds_so_far(history)[-1]
+        seconds = step_seconds(run_folder)
+        if recipe in STARTS:
+            seconds += step_seconds(folder / STARTS[recipe] / run_folder.name, START_STEP)
         names = list(dict.fromkeys(row.get("set", "") for row in validations))
         for name in names:
             rows = [row for row in validations if row.get("set", "") == name]
@@ -156,15 +164,33 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
     return curve, results
 
 
+def is_done(run_folder: Path) -> bool:
+    """Return True if a run has ended as planned."""
+    with suppress(OSError, ValueError):
+        return read_exit(run_folder).code == ExitCode.DONE
+    return False
+
+
+def step_seconds(run_folder: Path, last_step: int | None = None) -> float:
+    """Return the seconds of the steps of a run, all or up to one."""
+    (history,) = read_histories([run_folder], is_redacted=False)
+    seconds = step_seconds_so_far(history)
+    if last_step is not None:
+        seconds = seconds[history.step <= last_step]
+    return float(seconds[-1])
+
+
 def read_csv(file: Path) -> list[Row]:
     """Return the rows of a CSV file, as text."""
     with file.open(newline="") as stream:
         return list(csv.DictReader(stream))
 
 
-def scores_of(rows: Sequence[Row], heldout: str) -> dict[str, float]:
+def scores_of(rows: Sequence[Row], heldout: str) -> dict[int, float]:
     """Return the bits per byte of a held-out dataset by seed."""
-    return {row["seed"]: float(row["bits_per_byte"]) for row in rows if row["heldout"] == heldout}
+    return {
+        int(row["seed"]): float(row["bits_per_byte"]) for row in rows if row["heldout"] == heldout
+    }
 
 
 def results_table(recipes: Sequence[str]) -> str:
@@ -177,19 +203,18 @@ def results_table(recipes: Sequence[str]) -> str:
     }
     for recipe, rows in results.items():
         for name in dict.fromkeys(row["heldout"] for row in rows):
-            ours = scores_of(rows, name)
+            scores = scores_of(rows, name)
             tokens = float(rows[0]["tokens"])
             base = next(
                 other
                 for other, others in results.items()
-                if float(others[0]["tokens"]) == tokens and scores_of(others, name)
+                if others and float(others[0]["tokens"]) == tokens and scores_of(others, name)
             )
-            theirs = scores_of(results[base], name)
-            changes = [score - theirs[seed] for seed, score in ours.items() if seed in theirs]
-            change = "–" if base == recipe else f"{interval(changes)} to `{base}`"
+            change = difference(scores, scores_of(results[base], name))
+            change_text = "–" if base == recipe else f"{change} to `{base}`"
             seconds = fmean(float(row["seconds"]) for row in rows)
             lines.append(
-                f"| `{recipe}` | {name} | {interval(list(ours.values()))} | {change} | "
+                f"| `{recipe}` | {name} | {interval(scores.values())} | {change_text} | "
                 f"{tokens / 1e6:.2f}M | {seconds:,.0f} | `{rows[0]['data_digest_chain']}` |"
             )
     return "\n".join(lines) + "\n"
@@ -253,7 +278,8 @@ def collect(folder: Path, recipes: Iterable[str]) -> None:
             results += rows
     for file, new in ((RESULTS, results), (RATES_FILE, read_rates(folder))):
         replaced = {row["recipe"] for row in new}
-        write_csv(file, [row for row in read_csv(file) if row["recipe"] not in replaced] + new)
+        kept = [row for row in read_csv(file) if row["recipe"] not in replaced]
+        write_csv(file, sorted(kept + new, key=lambda row: str(row["recipe"])))
     for page in PAGES:
         draw(page)
         write_atomically(page_path(page), page_with_tables(page))

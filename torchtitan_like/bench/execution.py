@@ -18,6 +18,7 @@ from torchtitan_like.launcher.launch import launch
 from torchtitan_like.launcher.local_devices import inspect_machine
 from torchtitan_like.launcher.options import read_options
 from torchtitan_like.plan.gpus import Gpu, load_gpu
+from torchtitan_like.report.state import numbers_of_ranks, stop_cause
 from torchtitan_like.util.exit_codes import LAUNCHER_SIGNALS, ExitCode
 from torchtitan_like.util.output import ProgressLine, show, show_error
 from torchtitan_like.util.plan_file import (
@@ -29,12 +30,13 @@ from torchtitan_like.util.plan_file import (
     write_plan,
 )
 
-# Ends of a run that end the bench too: Ctrl-C, SIGTERM, a deadline, low memory.
+# Ends of a run that end the bench too (Ctrl-C, SIGTERM, a deadline), and causes that do not.
 ENDS_OF_BENCH = (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
+ENDS_OF_RUN = ("kill", "host_memory", "gpu_memory")
 
 
 class Ranks(NamedTuple):
-    """The ranks of each run. options: of the launcher, by `Option.key`."""
+    """The ranks of each run. options: see `launch`."""
 
     options: dict[str, str | None]
     number: int
@@ -46,7 +48,7 @@ class Experiment:
     """The arguments that `titan bench` and `titan ladder` share.
 
     settings: the config file and settings of all runs. nproc: ranks of a run, as the launcher reads
-    it. gpu: whose plans are made; None: no plans. array_index: the only run to start; None: all.
+    it. gpu: name of the GPU to plan for; None: no plans. array_index: the only run to start; None: all.
     """
 
     settings: list[str]
@@ -68,10 +70,21 @@ class Experiment:
             )
         return Ranks(options, plan.num_ranks, None if machine.num_gpus else "cpu")
 
-    def choose(self, runs: Sequence[BenchRun]) -> list[BenchRun]:
-        """Return the runs to start. Raises ValueError if none has the index of the array."""
+    def choose(self, runs: Sequence[BenchRun], num_ranks: int) -> list[BenchRun]:
+        """Return the runs to start.
+
+        Raises ValueError if none has the index of the array, or if one has run on another number of
+        ranks: its batch and its speed may differ.
+        """
         if self.only_collects:
             return []
+        for run in runs:
+            others = numbers_of_ranks(run.folder) - {num_ranks}
+            if others:
+                raise ValueError(
+                    f"{run.folder} ran on {min(others)} ranks, now there are {num_ranks}. Expected the "
+                    f"same number for all runs: give --nproc {min(others)}, or choose another folder"
+                )
         if self.array_index is None:
             return list(runs)
         if self.array_index >= len(runs):
@@ -105,14 +118,15 @@ def run_bench(bench: Bench) -> int:
         ranks.device_type,
         is_grid=bench.is_grid,
     )
-    chosen = bench.choose(runs)
+    chosen = bench.choose(runs, ranks.number)
     if gpu is not None:
         write_plans(chosen, make_plans(chosen, ranks.number, gpu))
     codes, is_stopped = run_all(chosen, len(runs), ranks.options, "bench")
     if is_stopped or bench.array_index is not None:
         return list(codes.values())[-1] if codes else 0
-    rows = results.collect(runs, keys, codes)
-    results.write_results("bench", runs, rows, results.table_of(rows, keys))
+    rows, histories = results.collect(runs, keys, codes)
+    path = runs[0].folder.parent / "bench"
+    results.write_results(path, rows, histories, results.table_of(rows, keys))
     return results.exit_code(rows)
 
 
@@ -121,9 +135,9 @@ def run_all(
 ) -> tuple[dict[int, int], bool]:
     """Run what is not done. Returns the exit code of each run that was started, by its index.
 
-    num_runs: of the whole bench. options: of the launcher, by `Option.key`. title: of the bench. The
-    second value is True if it was stopped: started again, it continues the last run. A failed run
-    does not end it.
+    num_runs: of the whole bench. options: see `launch`. title: "bench" or "ladder". The second value
+    is True if it was stopped: started again, it continues the last run. A failed run does not end
+    it, nor does one that was stopped alone (`titan run stop`) or for which memory ran low.
     """
     waiting = [run for run in runs if not run.is_done]
     total = sum(run.config.training.steps for run in waiting)
@@ -135,19 +149,15 @@ def run_all(
         show(f"{len(runs) - len(waiting)} of {len(runs)} runs are done already")
     for run in waiting:
         show(f"Run {run.index + 1} of {num_runs}, index {run.index}: {run.name}")
+        begun = time.time()
         with restored_signals():
             codes[run.index] = launch(options, run.argv, run.argv)
         num_steps += run.config.training.steps
         progress(title, num_steps, total, time.monotonic() - started)
-        if codes[run.index] in ENDS_OF_BENCH and not _was_killed_alone(run):
+        if codes[run.index] in ENDS_OF_BENCH and stop_cause(run.folder, begun) not in ENDS_OF_RUN:
             show_error(f"The {title} stopped in {run.name}. The same command continues it.")
             return codes, True
     return codes, False
-
-
-def _was_killed_alone(run: BenchRun) -> bool:
-    """Return True if a person stopped only this run, with `titan run stop`."""
-    return (run.folder / run.config.resilience.kill_switch_path).expanduser().exists()
 
 
 @contextmanager

@@ -35,8 +35,8 @@ HOUR = 3600.0
 class Ladder(Experiment):
     """The arguments of `titan ladder`.
 
-    ratios: of tokens to parameters, ascending. only_writes: the TOML files, without runs. picture:
-    of the law; None: none is drawn.
+    ratios: tokens per parameter, ascending. only_writes: True to write the TOML files and run
+    nothing. picture: path of a picture of the law; None: none is drawn.
     """
 
     num_rungs: int
@@ -70,25 +70,26 @@ def run_ladder(ladder: Ladder) -> int:
         )
         for some, repeats in ((rungs, ladder.num_repeats), (targets, 1))
     )
-    chosen = ladder.choose(runs)
+    chosen = ladder.choose(runs, ranks.number)
     plans: dict[str, PlanFile] = {}
     if gpu is not None:
         planned = chosen if ladder.array_index is not None else [*chosen, *target_runs]
         plans = make_plans(planned, ranks.number, gpu)
         _require_fit(chosen, plans, ranks.number, gpu)
         write_plans(planned, plans)
-    runs = write_configs(ladder.settings, runs)
+    started = write_configs(ladder.settings, runs)
     write_configs(ladder.settings, target_runs)
     names = ",".join(rung.name for rung in [*rungs, *targets])
     show(f"Wrote {runs[0].folder.parent}/{{{names}}}.toml")
     results.show_table(plan_table([*rungs, *targets], plans, ranks.number))
     if ladder.only_writes:
         return 0
-    codes, is_stopped = run_all(ladder.choose(runs), len(runs), ranks.options, NAME)
+    chosen = [started[run.index] for run in chosen]
+    codes, is_stopped = run_all(chosen, len(runs), ranks.options, NAME)
     if is_stopped or ladder.array_index is not None:
         return list(codes.values())[-1] if codes else 0
-    rows = results.collect(runs, KEYS, codes)
-    write_report(rungs, targets, runs, rows, ladder.picture)
+    rows, histories = results.collect(runs, KEYS, codes)
+    write_report(rungs, targets, runs, rows, histories, ladder.picture)
     return results.exit_code(rows)
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from torchtitan_like.bench.rungs import Rung
 from torchtitan_like.bench.scaling_law import Prediction, ScalingLaw, fit_law, num_fitted
 from torchtitan_like.config import JobConfig
 from torchtitan_like.report.columns import Floats
+from torchtitan_like.report.history import History
 from torchtitan_like.report.page import Table
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.output import show
@@ -54,7 +56,10 @@ class Findings:
         yield f"Loss: {self.loss_name}"
         if self.law is None:
             num_done = len({point.rung.name for point in self.points})
-            yield f"No law: {num_done} rungs are done, which are too few. The same command runs others"
+            yield (
+                f"No law: {num_done} rungs have trained all their tokens, which are too few. The same "
+                "command runs those that are not done"
+            )
             return
         error = 100 * math.sqrt(np.mean(self.law.errors**2))
         inputs = " and ".join(("N parameters", "D tokens")[: len(self.law.exponents)])
@@ -89,25 +94,28 @@ def write_report(
     targets: Sequence[Rung],
     runs: Sequence[BenchRun],
     rows: Sequence[Row],
+    histories: Sequence[History],
     path: Path | None,
 ) -> None:
     """Write ladder.csv, ladder.json and the page, and print the findings.
 
-    rows: of `results.collect`. path: of a picture of the law; None: none is drawn.
+    rows, histories: see `results.collect`. path: of a picture of the law; None: none is drawn.
     """
     loss_key, loss_name = _loss_of(runs[0].config)
     by_name = {rung.name: rung for rung in rungs}
     points = [
         Point(by_name[row["variant"]], row[loss_key])
         for row in rows
-        if row["state"] == DONE and math.isfinite(row.get(loss_key) or math.nan)
+        if row["state"] == DONE
+        and not row["cause"]  # it has trained all its tokens
+        and math.isfinite(row.get(loss_key) or math.nan)
     ]
     findings = find(loss_name, points, rungs, targets)
     rows = [_with_rung(by_name[row["variant"]], row, loss_key, findings.law) for row in rows]
     lines = list(findings.lines())
     table = _table_of(rungs, rows, f"{'. '.join(lines)}.")
-    results.write_results(NAME, runs, rows, table)
     file = runs[0].folder.parent / f"{NAME}.json"
+    results.write_results(file.with_suffix(""), rows, histories, table)
     write_atomically(file, json.dumps(findings.as_json(), indent=2) + "\n")
     show(f"Wrote {file}")
     if path is not None and findings.law is not None:
@@ -120,7 +128,7 @@ def write_report(
 def find(
     loss_name: str, points: list[Point], rungs: Sequence[Rung], targets: Sequence[Rung]
 ) -> Findings:
-    """Fit the law to all points, and to those without the largest rung."""
+    """Fit the law to all rungs, and to all but the largest ones."""
     number = num_inputs(len(targets))
     law = _fit(points, number)
     largest = max(rung.number for rung in rungs)
@@ -129,7 +137,7 @@ def find(
     for rung in rungs:
         losses = [point.loss for point in points if point.rung == rung]
         if rung.number == largest and losses and smaller_law is not None:
-            held_out.append((rung, _predict(smaller_law, rung), float(np.mean(losses))))
+            held_out.append((rung, _predict(smaller_law, rung), fmean(losses)))
     predictions = [] if law is None else [(target, _predict(law, target)) for target in targets]
     return Findings(loss_name, points, law, held_out, predictions)
 
@@ -140,11 +148,16 @@ def num_inputs(num_ratios: int) -> int:
 
 
 def _fit(points: Sequence[Point], number: int) -> ScalingLaw | None:
-    """Return the law of some runs. None if there are too few different ones."""
-    if len({point.rung.name for point in points}) < num_fitted(number):
+    """Return the law of the mean losses of rungs. None if there are too few rungs.
+
+    Repeats of a rung are not points of their own: they share the error of the law at this rung.
+    """
+    rungs = {point.rung.name: point.rung for point in points}
+    if len(rungs) < num_fitted(number):
         return None
-    inputs = np.stack([_inputs(point.rung, number) for point in points])
-    return fit_law(inputs, np.array([point.loss for point in points]))
+    inputs = np.stack([_inputs(rung, number) for rung in rungs.values()])
+    losses = [fmean(loss for rung, loss in points if rung.name == name) for name in rungs]
+    return fit_law(inputs, np.array(losses))
 
 
 def _inputs(rung: Rung, number: int) -> Floats:
@@ -191,12 +204,11 @@ def _table_of(rungs: Sequence[Rung], rows: Sequence[Row], note: str) -> Table:
     lines = []
     for rung in rungs:
         repeats = [row for row in rows if row["variant"] == rung.name]
-        done = [row for row in repeats if row["state"] == DONE]
+        done = [row for row in repeats if row["state"] == DONE and not row["cause"]]
         losses = [row["law_loss"] for row in done if row["law_loss"] is not None]
         fitted = repeats[0]["fitted_loss"]
-        states = sorted({row["state"] for row in repeats} - {DONE})
         line = [rung.name, f"{rung.num_params:,}", f"{rung.tokens:,}", f"{rung.flops:.3g}"]
-        line.append(", ".join([f"{len(done)} of {len(repeats)} done", *states]))
+        line.append(results.describe_states(repeats))
         line.append(str(results.interval(losses)) if losses else "–")
         line.append("–" if fitted is None else f"{fitted:.4f}")
         has_error = bool(losses) and fitted is not None

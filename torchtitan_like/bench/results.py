@@ -8,7 +8,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ MEASURES = {
     "memory_gib": "memory, GiB",
     "loss_at_equal_tokens": "loss at equal tokens",
     "loss_at_equal_time": "loss at equal time",
+    "validation_loss": "validation loss",
 }
 # Two-sided 95 % quantiles of Student's t for 1 to 10 degrees of freedom.
 T_QUANTILES = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
@@ -77,13 +78,22 @@ def t_quantile(degrees: int) -> float:
     return z + math.fsum(term / degrees**power for power, term in enumerate(terms, start=1))
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Collection[float]) -> Interval:
     """Return the mean and its 95 % confidence interval. See `FORMULA`."""
-    count = len(values)
+    count, mean = len(values), statistics.fmean(values)
     if count < 2:
-        return Interval(values[0], None)
-    half_width = t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count)
-    return Interval(statistics.fmean(values), half_width)
+        return Interval(mean, None)
+    return Interval(mean, t_quantile(count - 1) * statistics.stdev(values) / math.sqrt(count))
+
+
+def difference(scores: Mapping[int, float], base: Mapping[int, float]) -> Interval | None:
+    """Return the interval of score - base at equal seeds. None without a common seed.
+
+    scores, base: by seed. Runs with the same seed read the same text from the same initial weights,
+    so that their difference varies less than each of them.
+    """
+    changes = [score - base[seed] for seed, score in scores.items() if seed in base]
+    return interval(changes) if changes else None
 
 
 def step_seconds_so_far(history: History) -> Floats:
@@ -102,8 +112,10 @@ def step_seconds_so_far(history: History) -> Floats:
 # ---- rows
 
 
-def collect(runs: Sequence[BenchRun], keys: Sequence[str], codes: Mapping[int, int]) -> list[Row]:
-    """Return one row for each run: done, failed, or not started.
+def collect(
+    runs: Sequence[BenchRun], keys: Sequence[str], codes: Mapping[int, int]
+) -> tuple[list[Row], list[History]]:
+    """Return one row for each run (done, failed, or not started), and the runs with a step.
 
     keys: the varied settings. codes: exit codes of runs that this process has started, by index.
     """
@@ -117,7 +129,7 @@ def collect(runs: Sequence[BenchRun], keys: Sequence[str], codes: Mapping[int, i
         for measure, spread in intervals(rows, row["variant"]).items():
             row[f"{measure}_mean"] = spread.mean
             row[f"{measure}_ci95"] = spread.half_width
-    return rows
+    return rows, list(histories.values())
 
 
 def read_run_histories(runs: Sequence[BenchRun]) -> dict[int, History]:
@@ -136,15 +148,18 @@ def exit_code(rows: Sequence[Row]) -> int:
 def _row(run: BenchRun, keys: Sequence[str], code: int | None, now: float) -> Row:
     """Return what is known of a run without its metrics."""
     state = find_state(run.folder, now) if is_run(run.folder) else RunState(NOT_STARTED)
-    if code is None and state.end is not None:
+    name = state.reason if state.name == STOPPED else state.name
+    if state.end is not None and (code is None or name == DONE):
         code = state.end.code
     elif code is None:
         code = {ERROR: CRASH, KILLED: KILLED_CODE}.get(state.reason)
-    name = state.reason if state.name == STOPPED else state.name
     row: Row = {"run": run.index, "variant": run.variant}
     row |= {key: run.config.value_of(key) for key in keys}
     row |= {"seed": run.seed, "state": name, "exit_code": code}
     row["cause"] = "" if name == DONE else state.detail
+    steps = run.config.training.steps
+    if name == DONE and state.end is not None and state.end.step != steps:
+        row["cause"] = f"its data ended at step {state.end.step} of {steps}"
     if (run.folder / PLAN).exists():
         plan = read_plan(run.folder / PLAN)
         row |= {"planned_gpu": plan.gpu, "planned_gib": plan.reserved}
@@ -189,25 +204,30 @@ def _compare_losses(rows: Sequence[Row], histories: Mapping[int, History]) -> No
     compared = [histories[row["run"]] for row in done]
     if not compared:
         return
-    for name, positions in (
-        ("tokens", [history.tokens for history in compared]),
-        ("time", [step_seconds_so_far(history) for history in compared]),
+    for measure, position, positions in (
+        ("loss_at_equal_tokens", "equal_tokens", [history.tokens for history in compared]),
+        ("loss_at_equal_time", "equal_seconds", [step_seconds_so_far(each) for each in compared]),
     ):
-        for last in losses_at(compared, positions)[-1:]:
-            for row, loss in zip(done, last["loss"], strict=True):
-                row[f"loss_at_equal_{name}"] = loss
-                row["equal_tokens" if name == "tokens" else "equal_seconds"] = last["at"]
+        losses = losses_at(compared, positions)
+        if not losses:  # the shortest run has no second row
+            continue
+        for row, loss in zip(done, losses[-1]["loss"], strict=True):
+            row |= {measure: loss, position: losses[-1]["at"]}
+
+
+def values_by_seed(rows: Sequence[Row], variant: str, measure: str) -> dict[int, float]:
+    """Return a measure of each repeat of a variant that is done."""
+    return {
+        row["seed"]: row[measure]
+        for row in rows
+        if row["variant"] == variant and row["state"] == DONE and row.get(measure) is not None
+    }
 
 
 def intervals(rows: Sequence[Row], variant: str) -> dict[str, Interval]:
     """Return the interval of each measure over the repeats of a variant that are done."""
-    repeats = [row for row in rows if row["variant"] == variant and row["state"] == DONE]
-    found = {}
-    for measure in MEASURES:
-        values = [row[measure] for row in repeats if row.get(measure) is not None]
-        if values:
-            found[measure] = interval(values)
-    return found
+    by_measure = {measure: values_by_seed(rows, variant, measure) for measure in MEASURES}
+    return {measure: interval(values.values()) for measure, values in by_measure.items() if values}
 
 
 # ---- output
@@ -226,32 +246,47 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def table_of(rows: Sequence[Row], keys: Sequence[str]) -> Table:
-    """Return one line for each variant, with confidence intervals over its repeats."""
+    """Return one line for each variant, with confidence intervals over its repeats.
+
+    The last column compares the losses with those of the first variant at equal seeds.
+    """
     planned = {"planned_gib": "planned memory, GiB", "planned_step_s": "planned step, s"}
     planned = {key: title for key, title in planned.items() if any(key in row for row in rows)}
+    has_validation = any(row.get("validation_loss") is not None for row in rows)
+    loss = "validation_loss" if has_validation else "loss_at_equal_tokens"
+    base = rows[0]["variant"]
     lines = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
         repeats = [row for row in rows if row["variant"] == variant]
-        num_done = sum(row["state"] == DONE for row in repeats)
         spreads = intervals(rows, variant)
-        states = {row["state"] for row in repeats} - {DONE}
-        line = [variant, *(str(repeats[0][key]) for key in keys)]
-        line.append(", ".join([f"{num_done} of {len(repeats)} done", *sorted(states)]))
+        change = difference(*(values_by_seed(rows, name, loss) for name in (variant, base)))
+        line = [variant, *(str(repeats[0][key]) for key in keys), describe_states(repeats)]
         line += [str(spreads.get(measure, "–")) for measure in MEASURES]
+        line.append("–" if variant == base or change is None else f"{change}")
         line += [_text(repeats[0].get(key)) for key in planned]
         lines.append(line)
-    head = ["variant", *keys, "runs", *MEASURES.values(), *planned.values()]
+    titles = [*MEASURES.values(), f"{MEASURES[loss]}, difference to {base}"]
+    head = ["variant", *keys, "runs", *titles, *planned.values()]
     return Table("Variants", head, lines, _note(rows))
 
 
+def describe_states(repeats: Sequence[Row]) -> str:
+    """Return how many repeats are done, and what happened to the others."""
+    num_done = sum(row["state"] == DONE for row in repeats)
+    others = {row["cause"] if row["state"] == DONE else row["state"] for row in repeats} - {""}
+    return ", ".join([f"{num_done} of {len(repeats)} done", *sorted(others)])
+
+
 def _note(rows: Sequence[Row]) -> str:
-    compared = next((row for row in rows if "equal_tokens" in row), None)
-    note = f"{FORMULA}. Medians over log steps; memory is the largest of rank 0."
-    if compared is not None:
-        note += (
-            f" Losses are means of the last rows at {compared['equal_tokens']:,.0f} tokens and at "
-            f"{compared['equal_seconds']:.1f} s of steps, the end of the shortest run."
-        )
+    note = (
+        f"{FORMULA}. Medians over log steps; memory is the largest of rank 0. The difference is the "
+        "mean over pairs of runs with the same seed."
+    )
+    for position, text in (("equal_tokens", "{:,.0f} tokens"), ("equal_seconds", "{:.1f} s")):
+        for value in [row[position] for row in rows if position in row][:1]:
+            note += (
+                f" {text.format(value)}: the end of the shortest run, where losses are compared."
+            )
     return note
 
 
@@ -259,15 +294,13 @@ def _text(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
 
 
-def write_results(name: str, runs: Sequence[BenchRun], rows: Sequence[Row], table: Table) -> None:
-    """Write the CSV file and the page into the folder of the bench, and print the table.
-
-    name: of the files, without their suffix.
-    """
-    path = runs[0].folder.parent / name
+def write_results(
+    path: Path, rows: Sequence[Row], histories: Sequence[History], table: Table
+) -> None:
+    """Write the CSV file and the page, and print the table. path: of both, without their suffix."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_csv(path.with_suffix(".csv"), rows)
     show(f"Wrote {path}.csv")
-    histories = list(read_run_histories(runs).values())
     try:
         require_bokeh()
     except ValueError as error:

@@ -21,6 +21,7 @@ from torchtitan_like.report.history import diff_settings
 from torchtitan_like.report.state import is_run
 from torchtitan_like.report.tolerant import read_run_config
 from torchtitan_like.util.exit_codes import ExitCode
+from torchtitan_like.util.output import show_error
 from torchtitan_like.util.run_directory import CONFIG, read_exit
 
 BASE = "base"  # name of the configuration without overrides
@@ -62,20 +63,24 @@ class BenchRun:
 
     @cached_property
     def is_done(self) -> bool:
-        """True if the run had trained its last step when this was first asked."""
+        """True if the run had trained its last step, or all data, when this was first asked."""
         with suppress(OSError, ValueError):
             return read_exit(self.folder).code == ExitCode.DONE
         return False
 
 
 def parse_vary(text: str) -> Vary:
-    """Parse `key=a,b,c`, or `key=a;b` for values with commas. Raises ConfigError."""
+    """Parse `key=a,b,c`. Raises ConfigError.
+
+    Commas in brackets are a part of a value, and all commas if a semicolon separates the values.
+    """
     key, equals_sign, values = text.partition("=")
     if not (key and equals_sign):
         raise ConfigError([Problem("--vary", text, "KEY=VALUE,VALUE", origin=ORIGIN)])
     layer, _ = parse_arguments([f"--{key.removeprefix('--')}=x"])
     ((path, _),) = layer.leaves
-    return Vary(".".join(path), values.split(";" if ";" in values else ","))
+    separator = ";" if ";" in values else r",(?![^\[]*\])"
+    return Vary(".".join(path), re.split(separator, values))
 
 
 def list_overrides(varied: Sequence[Vary], *, is_grid: bool) -> list[Overrides]:
@@ -131,7 +136,7 @@ def check_runs(
     """Check the configuration of each run, and return the runs in their order.
 
     variants: by name, with what overrides `settings`. All variants come before their next repeat. A
-    variant that equals an earlier one is left out.
+    variant that equals an earlier one is left out, with a message.
 
     Raises ConfigError with the problems of all of them.
     """
@@ -176,7 +181,7 @@ def _load_variants(
 ) -> list[BenchRun]:
     """Return one run of each variant, with the settings of the base for folder and seed."""
     loaded: dict[str, BenchRun] = {}
-    found: dict[str, Problem] = {}
+    problems: dict[str, Problem] = {}
     names_with: dict[str, list[str]] = {}
     for name, overrides in variants.items():
         changes = {**overrides, "job.show_results": "false"}  # the bench shows those of all runs
@@ -185,18 +190,20 @@ def _load_variants(
             config, _ = load_for_command(argv, num_ranks, training=True, device_type=device_type)
         except ConfigError as error:
             for problem in error.problems:
-                found.setdefault(str(problem), problem)
+                problems.setdefault(str(problem), problem)
                 names_with.setdefault(str(problem), []).append(name)
             continue
         variant = BenchRun(0, name, config.debug.seed or 0, config, argv)
-        loaded.setdefault(dump_toml(config), variant)
-    if found:
+        equal = loaded.setdefault(dump_toml(config), variant)
+        if equal is not variant:
+            show_error(f"{name} is left out: its settings are those of {equal.variant}")
+    if problems:
         raise ConfigError(
             # Of a problem that not all variants have, name the first one that has it.
             problem
             if len(names_with[text]) == len(variants)
             else replace(problem, origin=f"{problem.origin}, in {names_with[text][0]}")
-            for text, problem in found.items()
+            for text, problem in problems.items()
         )
     return list(loaded.values())
 
@@ -213,12 +220,16 @@ def _repeat(index: int, variant: BenchRun, repeat: int, bench: Path) -> BenchRun
 
 
 def _folder_problems(bench: Path, runs: Sequence[BenchRun]) -> Iterator[Problem]:
-    """Yield a problem for each folder with another run than that of the bench."""
+    """Yield a problem for each folder that the runs share, or that has another run."""
     if is_run(bench):
         yield Problem(FOLDER, str(bench), "a folder that is no run", "choose another", ORIGIN)
     if runs[0].config.fault_tolerance.enable:
         expected = "false: a bench starts each run on its own, without other replica groups"
         yield Problem("fault_tolerance.enable", True, expected, "disable it")
+    checkpoints = runs[0].config.checkpoint.folder
+    if len(runs) > 1 and Path(checkpoints).is_absolute():
+        expected = "a folder below that of each run: else a run continues from another one"
+        yield Problem("checkpoint.folder", checkpoints, expected, "give a relative path", ORIGIN)
     for run in runs:
         if not (run.folder / CONFIG).exists():
             continue

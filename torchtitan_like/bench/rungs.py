@@ -43,7 +43,7 @@ class Shape(NamedTuple):
 class Rung(NamedTuple):
     """The runs of one model with one number of tokens.
 
-    number: from 1, the smallest; 0 for the target. ratio: of tokens to parameters.
+    number: from 1, the smallest; 0 for the target. ratio: tokens per parameter.
     num_params: all parameters, with those of embeddings and of all experts. flops: of a whole run.
     """
 
@@ -72,7 +72,7 @@ def list_rungs(
 ) -> tuple[list[Rung], list[Rung]]:
     """Return the rungs, smallest first, and the target with each ratio of tokens to parameters.
 
-    factor: of parameters between two rungs, and between the last one and the target.
+    factor: ratio of the parameters of two neighboring rungs, and of the target and the last rung.
     Raises ConfigError, and ValueError if a rung has no shape.
     """
     if problems := list(_problems(config)):
@@ -217,6 +217,7 @@ def _rung(
     settings: dict[str, Any] = {f"model.args.{key}": value for key, value in shape.sizes.items()}
     settings |= _base_settings(config, model.spec, shape)
     settings["training.steps"] = steps
+    settings["validation.reference_curve"] = None  # it is of the target's size
     share = steps / config.training.steps
     if schedule.name == "wsd":
         settings["lr_scheduler.warmup_steps"] = round(schedule.warmup_steps * share)

@@ -194,14 +194,14 @@ def _best_of(
             inverse = np.linalg.pinv(some)
             for start in range(0, num_samples, CHUNK):
                 chunk = np.arange(start, min(start + CHUNK, num_samples))
-                found = inverse @ targets[:, chunk]  # (grid, columns, samples)
-                squares = ((some @ found - targets[:, chunk]) ** 2).sum(axis=1)
-                squares[(found < 0).any(axis=1)] = np.inf
+                candidates = inverse @ targets[:, chunk]  # (grid, columns, samples)
+                squares = ((some @ candidates - targets[:, chunk]) ** 2).sum(axis=1)
+                squares[(candidates < 0).any(axis=1)] = np.inf
                 indices = squares.argmin(axis=0)
                 sums = squares[indices, chunk - start]
                 for sample in np.flatnonzero(sums < smallest[chunk]):
                     smallest[start + sample] = sums[sample]
                     best[start + sample] = indices[sample]
                     solutions[start + sample] = 0.0
-                    solutions[start + sample, subset] = found[indices[sample], :, sample]
+                    solutions[start + sample, subset] = candidates[indices[sample], :, sample]
     return best, solutions

@@ -173,7 +173,7 @@ def configure_bench(parser: argparse.ArgumentParser) -> None:
 def _add_experiment(parser: argparse.ArgumentParser, unit: str) -> argparse._ActionsContainer:
     """Add the arguments that `titan bench` and `titan ladder` share. Returns the group of modes.
 
-    unit: that is repeated.
+    unit: "variant" or "rung", for the help.
     """
     parser.add_argument(
         "--repeat",
@@ -223,7 +223,8 @@ def run_bench(arguments: argparse.Namespace) -> int:
 def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of `execution.Experiment`."""
     index = arguments.array_index
-    if index is None and not arguments.collect and "SLURM_ARRAY_TASK_ID" in os.environ:
+    starts_runs = not (arguments.collect or getattr(arguments, "dry_run", False))
+    if index is None and starts_runs and os.environ.get("SLURM_ARRAY_TASK_ID"):
         index = int(os.environ["SLURM_ARRAY_TASK_ID"])
     return {
         "settings": settings_of(arguments),

@@ -695,7 +695,7 @@ class Validation(Section):
     )
     reference_curve: HomePath | None = field(
         None,
-        "CSV file (seed, step, bits_per_byte) to compare the first validation dataset with in the "
+        "CSV file (seed, tokens, bits_per_byte) to compare the first validation dataset with in the "
         "log. A relative path starts in the current directory, or else in the package's "
         "train_configs.",
     )

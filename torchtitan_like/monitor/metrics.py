@@ -145,7 +145,7 @@ class Metrics:
         tps = self.throughput.tokens_per_second(num_tokens, seconds)
         curve, compared = self._reference, None
         if curve is not None and dataset == curve.dataset and bits_per_byte is not None:
-            compared = curve.compare(step, bits_per_byte)
+            compared = curve.compare(step, self.n_tokens_seen, bits_per_byte)
         row: Row = {
             "step": step,
             **({"set": dataset} if dataset else {}),

@@ -15,7 +15,7 @@ from torchtitan_like.util.reading import read_file
 if TYPE_CHECKING:
     from torchtitan_like.config.sections_training import Validation
 
-COLUMNS = ("seed", "step", "bits_per_byte")
+COLUMNS = ("seed", "tokens", "bits_per_byte")
 MAX_BYTES = 2**24  # of a curve
 
 
@@ -28,7 +28,7 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class ReferenceCurve:
-    """Bits per byte of each seed by step.
+    """Bits per byte of each seed by the number of tokens that were trained.
 
     dataset: name of the validation dataset that the curve is of, as in validation.jsonl.
     """
@@ -36,23 +36,23 @@ class ReferenceCurve:
     by_seed: Mapping[int, Mapping[int, float]]
     dataset: str = ""
 
-    def values(self, step: int) -> list[float]:
-        """Return the bits per byte of each seed, interpolated between the steps of its curve.
+    def values(self, tokens: int) -> list[float]:
+        """Return the bits per byte of each seed, interpolated between the points of its curve.
 
         Seeds whose curve starts later or ends earlier are left out.
         """
         return [
-            _interpolate(curve, step)
+            _interpolate(curve, tokens)
             for curve in self.by_seed.values()
-            if min(curve) <= step <= max(curve)
+            if min(curve) <= tokens <= max(curve)
         ]
 
-    def compare(self, step: int, bits_per_byte: float) -> Comparison | None:
-        """Compare a run with the mean over the seeds at a step; None if there is no seed.
+    def compare(self, step: int, tokens: int, bits_per_byte: float) -> Comparison | None:
+        """Compare a run with the mean over the seeds at equal tokens; None if there is no seed.
 
         The line has the range of the seeds if it is visible in two decimals.
         """
-        values = self.values(step)
+        values = self.values(tokens)
         if not values:
             return None
         mean = sum(values) / len(values)
@@ -62,13 +62,13 @@ class ReferenceCurve:
         return Comparison(mean, line)
 
 
-def _interpolate(curve: Mapping[int, float], step: int) -> float:
-    if step in curve:
-        return curve[step]
-    steps = sorted(curve)
-    after = bisect_left(steps, step)
-    left, right = steps[after - 1], steps[after]
-    share = (step - left) / (right - left)
+def _interpolate(curve: Mapping[int, float], tokens: int) -> float:
+    if tokens in curve:
+        return curve[tokens]
+    points = sorted(curve)
+    after = bisect_left(points, tokens)
+    left, right = points[after - 1], points[after]
+    share = (tokens - left) / (right - left)
     return (1 - share) * curve[left] + share * curve[right]
 
 
@@ -82,7 +82,7 @@ def build_reference(validation: Validation) -> ReferenceCurve | None:
 
 
 def read_reference_curve(path: str) -> dict[int, dict[int, float]]:
-    """Read a CSV file with the columns `COLUMNS`. Returns bits per byte by seed and step.
+    """Read a CSV file with the columns `COLUMNS`. Returns bits per byte by seed and tokens.
 
     path: of a file, or a name in the package as in `find_config`. Raises OSError; ValueError with
     the line that is wrong.
@@ -94,15 +94,15 @@ def read_reference_curve(path: str) -> dict[int, dict[int, float]]:
     curves: dict[int, dict[int, float]] = {}
     for row in rows:
         try:
-            seed, step, value = int(row["seed"]), int(row["step"]), float(row["bits_per_byte"])
+            seed, tokens, value = int(row["seed"]), int(row["tokens"]), float(row["bits_per_byte"])
         except (TypeError, ValueError) as error:
             raise ValueError(f"line {rows.line_num}: {error}") from None
-        if step < 0 or not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"line {rows.line_num}: step {step}, bits per byte {value}")
+        if tokens < 0 or not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"line {rows.line_num}: {tokens} tokens, bits per byte {value}")
         curve = curves.setdefault(seed, {})
-        if step in curve:
-            raise ValueError(f"line {rows.line_num}: seed {seed} has step {step} twice")
-        curve[step] = value
+        if tokens in curve:
+            raise ValueError(f"line {rows.line_num}: seed {seed} has {tokens} tokens twice")
+        curve[tokens] = value
     if not curves:
         raise ValueError("it has no rows")
     return curves

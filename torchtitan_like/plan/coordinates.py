@@ -79,7 +79,8 @@ def check_coordinates(
 ) -> list[Growth]:
     """Train the model of a configuration at several widths, on one batch of random tokens.
 
-    Heads keep their size, all widths grow in proportion, and the vocabulary has `VOCAB_SIZE` tokens.
+    Heads keep their size, all widths grow in proportion (Llama rounds its feed-forward width up to
+    `multiple_of`, which stays), and the vocabulary has `VOCAB_SIZE` tokens.
     Each step is one of `[optimizer]` with the peak learning rate, on the CPU. Returns a row for each
     module and step, 0 to num_steps.
     Raises ValueError or ConfigError if the model does not exist at a width.
@@ -229,10 +230,11 @@ def csv_lines(rows: Sequence[Growth], widths: Sequence[int]) -> list[str]:
 
 
 def _parse_widths(text: str) -> tuple[int, ...]:
-    widths = tuple(map(int, text.split(",")))
-    if len(set(widths)) < 2 or min(widths) < 1:
-        raise argparse.ArgumentTypeError(f"it is {text!r}. Expected two widths or more: add one")
-    return widths
+    words = text.split(",")
+    if len(set(words)) < 2 or not all(word.isdecimal() and int(word) for word in words):
+        expected = "Expected two different widths or more, such as 64,128"
+        raise argparse.ArgumentTypeError(f"it is {text!r}. {expected}: correct it")
+    return tuple(map(int, words))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -246,6 +248,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--csv", type=Path, help="write the size of each output")
     options, settings = parser.parse_known_args(argv)
+    if options.steps < 0 or options.seeds < 1:
+        counts = f"--steps {options.steps} --seeds {options.seeds}"
+        parser.error(f"{counts}: expected 0 steps or more, and a seed or more: correct it")
     try:
         words = ["--job.config_file", str(options.config), *settings]
         config, _ = load_for_command(words, None, training=False)

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.report.run_folder import step_row, write_rows
 from torchtitan_like import cli
 from torchtitan_like.bench import execution, ladder, results, scaling_law
+from torchtitan_like.bench.ladder_report import Point, find
 from torchtitan_like.bench.rungs import Rung, list_rungs
 from torchtitan_like.check import load_for_command
 from torchtitan_like.check.model_checks import check_model
@@ -140,6 +141,7 @@ def test_steps_and_warmup_follow_from_the_parameters() -> None:
         assert rung.steps == math.ceil(rung.ratio * rung.num_params / batch)
         assert rung.tokens == rung.steps * batch
         assert rung.settings["training.steps"] == str(rung.steps)
+        assert rung.settings["validation.reference_curve"] == "None"
         assert rung.settings["lr_scheduler.warmup_steps"] == str(round(20 * rung.steps / 400))
         assert rung.settings["lr_scheduler.total_steps"] == str(2 * rung.steps)
     model = check_model(load("debug_model"))
@@ -265,7 +267,34 @@ def test_a_failed_rung_is_left_out_of_the_law(
     codes["rung-2,seed=42"] = ExitCode.BAD_NUMBERS
     write_exit(tmp_path / "rung-2,seed=42", RunEnd("bad_numbers", 70, 1))
     assert cli.main([*words, "--collect"]) == ExitCode.BAD_NUMBERS
-    assert "No law: 2 rungs are done" in capsys.readouterr().out
+    assert "No law: 2 rungs have trained all their tokens" in capsys.readouterr().out
+
+
+def test_a_rung_whose_data_ended_is_left_out_of_the_law(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(execution, "launch", launch_with_law({}, []))
+    words = ["ladder", *TINY, "--job.dump_folder", str(tmp_path)]
+    assert cli.main(words) == 0
+    write_exit(tmp_path / "rung-5,seed=42", RunEnd("done", 0, 1))
+    capsys.readouterr()
+    assert cli.main(words) == 0
+    output = capsys.readouterr().out
+    assert "1 of 1 done, its data ended at step 1 of " in output
+    assert "Law: L = 2.0000" in output and "from the smaller rungs" not in output
+
+
+def test_repeats_of_a_rung_are_one_point() -> None:
+    """They share the error of the law at their rung: as points, they would narrow the band."""
+    rungs, targets = rungs_of(load("debug_model"), number=5)
+    points = [
+        Point(rung, law(rung.num_params) + change)
+        for rung in rungs
+        for change in (-0.01, 0.0, 0.01)
+    ]
+    fitted = find("loss", points, rungs, targets).law
+    assert fitted is not None and fitted.degrees == 5 - 3
+    assert fitted.errors == pytest.approx(0.0, abs=1e-4)
 
 
 def test_tasks_of_an_array_and_repeats(

@@ -95,7 +95,7 @@ CASES = [
            [("validation.reference_curve", 'there is nothing at no.csv below')]),
     Broken("malformed curve",
            '[validation]\nenable = true\ndataset = "shakespeare_validation"\nreference_curve = "README.md"',
-           [("validation.reference_curve", "seed,step,bits_per_byte; line 1 lacks the column seed")]),
+           [("validation.reference_curve", "seed,tokens,bits_per_byte; line 1 lacks the column seed")]),
     Broken("object storage", '[training]\ndataset_path = "s3://bucket/corpus"',
            [("training.dataset_path", "data at s3:// cannot be read")]),
     Broken("object storage of a source", '[data.sources.wiki]\npath = "gs://bucket/*.jsonl"',

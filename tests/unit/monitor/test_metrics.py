@@ -355,7 +355,7 @@ def test_every_metric_of_experts_is_documented_and_computed(build: Callable[...,
 def test_every_key_of_a_validation_row_is_documented_and_written(
     build: Callable[..., Metrics], clock: Clock
 ) -> None:
-    metrics = build(reference=ReferenceCurve({1: {10: 1.5}}, "web"))
+    metrics = build(reference=ReferenceCurve({1: {0: 1.5}}, "web"))
     row = metrics.validation(10, 1.0, bits_per_byte=1.5, num_tokens=10, seconds=1.0, dataset="web")
     assert row.keys() == documented_keys("| key | meaning |").keys()
 
@@ -674,9 +674,11 @@ def test_validation_of_the_first_dataset_is_compared_with_the_reference(
     build: Callable[..., Metrics], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    metrics = build(reference=ReferenceCurve({1: {10: 2.25, 20: 2.0}, 2: {10: 2.35}}, "web"))
+    metrics = build(reference=ReferenceCurve({1: {80: 2.25, 160: 2.0}, 2: {80: 2.35}}, "web"))
     for step, dataset in ((10, "web"), (10, "web.ema"), (10, "wiki"), (15, "web"), (30, "web")):
+        metrics.n_tokens_seen = 8 * step
         metrics.validation(step, 1.5, 2.31, num_tokens=10, seconds=1.0, dataset=dataset)
+    metrics.n_tokens_seen = 80
     metrics.validation(10, 1.5, None, num_tokens=10, seconds=1.0, dataset="web")
     assert [line for line in caplog.messages if "recipe" in line] == [
         "2.31 bits/byte at step 10; recipe: 2.30 (2.25 to 2.35, 2 seeds)",

@@ -162,9 +162,16 @@ def test_the_command_prints_slopes_and_writes_sizes(tmp_path, monkeypatch, capsy
     assert "model.base_args" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("widths", ["64", "64,64", "64,x", "0,64"])
-def test_the_command_expects_two_widths(widths, capsys):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        *((f"--widths {text}", "two different widths") for text in ("64", "64,64", "64,x", "0,64")),
+        ("--seeds 0", "a seed or more"),
+        ("--steps -1", "0 steps or more"),
+    ],
+)
+def test_wrong_arguments_of_the_command_are_refused(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(["debug_model.toml", "--widths", widths])
+        main(["debug_model.toml", *words.split()])
     assert ended.value.code == 2
-    assert "--widths" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
