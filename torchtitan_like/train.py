@@ -280,6 +280,7 @@ class Trainer:
         )
         self.requests.defer_signals = True
         self.guard.update_gate.start_holding()
+        self.model.exchange.start_bounding()
         self.position.stall_seconds = 0.8 * config.comm.init_timeout_seconds
         self.run.heartbeat.start()
         with profiling as profiler:
@@ -296,7 +297,8 @@ class Trainer:
                     is_end or Request.RUN_AGAIN in requests
                 ):
                     step = self.progress.step
-                    if held := self._forget_held():
+                    if held := self._forget_held("The step runs again"):
+                        self.model.exchange.run_next_exactly()
                         self._request_again(requests)
                         self.guard.reruns.repeat(held, step - self.progress.step, upcoming)
                         upcoming = self.fetch(self.progress.step + 1)
@@ -355,10 +357,10 @@ class Trainer:
         requests += self._exchange_requests("step").wait().requests
         return self._finish(None if self.is_finished else stop, Request.EXPORT in requests)
 
-    def _forget_held(self) -> HeldStep | None:
+    def _forget_held(self, consequence: str) -> HeldStep | None:
         """Return to the progress before the first held step, and return that step.
 
-        None if updates are not held. Waits for the device.
+        None if updates are not held. Waits for the device. consequence: what the log line announces.
         """
         held = self.guard.update_gate.release()
         if held is not None:
@@ -366,11 +368,12 @@ class Trainer:
             self.metrics.forget_after(self.progress.step)
             step = self.progress.step + 1
             if held.overflow:
-                logger.info(self.model.exchange.repeat(step, held.overflow))
+                line = self.model.exchange.note_overflow(step, held.overflow)
+                logger.info(f"{line}. {consequence}")
             else:
                 logger.warning(
                     f"Step {step} has gradient norm {held.grad_norm:.6g}, above "
-                    f"{held.limit:.4g}. Its update was not made, and the step runs again"
+                    f"{held.limit:.4g}. Its update was not made. {consequence}"
                 )
         return held
 
@@ -560,7 +563,7 @@ class Trainer:
     def _finish(self, stop: Request | None, export_requested: bool) -> ExitCode:
         """Save the state for the next start, and write the reason for the end. A collective."""
         self.guard.check_overflow()
-        self._forget_held()  # the next start runs the step again
+        self._forget_held("The next start runs the step again")
         self.metrics.flush(self.progress.step)
         if stop is Request.TERMINATE:
             self.limits.warn_of_untested_grace()

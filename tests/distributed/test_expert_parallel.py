@@ -105,6 +105,7 @@ def results_on_rank(loads, is_compiled, capacity=None):
     exchange = RowExchange(capacity is not None, capacity or 1.0, torch.device("cpu"))
     exchange_with_owners(experts, dist.group.WORLD, exchange)
     exchange.connect(experts)
+    exchange.start_bounding()
     forward = partial(compute, experts)
     if is_compiled:
         forward = torch.compile(forward, backend="aot_eager", fullgraph=True)
@@ -147,6 +148,37 @@ def test_a_bounded_exchange_is_exact_or_says_what_is_missing(is_compiled, capaci
         assert [results.pop() for results in by_load] == [missing] * 2, name
         if not missing:
             assert_equal_to_one_rank(by_load, load, name)
+
+
+def test_what_cannot_run_again_is_exact():
+    exchange = RowExchange(True, 1.5, torch.device("cpu"))
+    assert exchange.buffer_size(8, 2) == 0  # a loop that repeats no step
+    exchange.start_bounding()
+    assert exchange.buffer_size(8, 2) == 6
+    with torch.no_grad():
+        assert exchange.buffer_size(8, 2) == 0
+    exchange.run_next_exactly()
+    assert exchange.buffer_size(8, 2) == 0
+    exchange.take_overflow(None)
+    assert exchange.buffer_size(8, 2) == 6
+
+
+def test_the_exchange_of_a_frozen_router_is_exact():
+    """It has no backward that could record an overflow."""
+    run_ranks(overflow_of_frozen_router, 2)
+
+
+def overflow_of_frozen_router():
+    rank, per_rank = dist.get_rank(), EXPERTS // 2
+    experts = stacked_experts(rank * per_rank, (rank + 1) * per_rank)
+    exchange = RowExchange(True, 1.0, torch.device("cpu"))
+    exchange_with_owners(experts, dist.group.WORLD, exchange)
+    exchange.connect(experts)
+    exchange.start_bounding()
+    load, _ = EQUAL_LOADS["all to one rank"]
+    tokens, weights, ids = inputs(load)[rank]
+    for values, is_exact in ((weights.requires_grad_(), False), (weights.detach(), True)):
+        assert (experts.find_routes(ids, values).buffer_size == 0) == is_exact
 
 
 def assert_equal_to_one_rank(by_rank, load, name):
@@ -202,6 +234,7 @@ RECOMPUTED = {
 def exchanges_of_step(argv):
     """Return (all-to-alls of integers, of numbers, copies to the host) of the second step."""
     trainer = build(argv)
+    trainer.model.exchange.start_bounding()
     for step in (1, 2):
         fetched = trainer.fetch(step)
         with Traffic() as traffic:

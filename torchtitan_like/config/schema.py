@@ -87,9 +87,14 @@ class JobConfig(Section):
         if self.parallelism.expert_parallel_exchange != "auto":
             return self.parallelism.expert_parallel_exchange == "bounded"
         # An optimizer in backward cannot take a step back. The order of sums in a kernel may depend
-        # on the size of the buffers, which grow.
-        is_atomic = not self.optimizer.early_step_in_backward
-        return is_atomic and not (is_on_cpu or self.debug.deterministic)
+        # on the size of the buffers, which grow. The check for NaN would read buffers that are still
+        # being filled.
+        return not (
+            is_on_cpu
+            or self.optimizer.early_step_in_backward
+            or self.debug.deterministic
+            or self.debug.detect_overflow
+        )
 
     def with_sizes(self, flavor: str, args: Mapping[str, Any], origin: str) -> JobConfig:
         """Return the configuration with the flavor and sizes that `origin` gives to the model.

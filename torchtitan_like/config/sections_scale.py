@@ -192,8 +192,8 @@ class Parallelism(Section):
     expert_parallel_exchange: Literal["auto", "bounded", "exact"] = field(
         "auto",
         "Rows that expert-parallel ranks exchange. exact: as many as there are; the host waits for "
-        "their numbers. bounded: buffers; a step whose rows do not fit runs again with exact. auto: "
-        "bounded on GPUs, unless deterministic or early_step_in_backward.",
+        "their numbers. bounded: buffers; a step whose rows do not fit runs again, exactly. auto: "
+        "bounded on GPUs, unless deterministic, detect_overflow or early_step_in_backward.",
         needs=EXPERT,
     )
     expert_parallel_capacity: float = field(

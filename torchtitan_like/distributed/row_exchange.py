@@ -40,8 +40,9 @@ class RowExchange:
     | bounded | a buffer of `capacity` times an even share, with padding; the host does not wait |
 
     If more rows go to a rank than its buffer holds, the step has computed without some of them. Its
-    update must not be made (`take_overflow`), and it runs again with the exact exchange (`repeat`).
-    Passes without gradients, such as a validation, could not run again: they are exact.
+    update must not be made (`take_overflow`), and it runs again with the exact exchange
+    (`run_next_exactly`). All that cannot run again is exact: passes without gradients, such as a
+    validation, and steps of a caller who has not called `start_bounding`.
 
     is_bounded: which exchange training uses. capacity: at least 1. device: of this rank.
     """
@@ -53,7 +54,8 @@ class RowExchange:
     def __init__(self, is_bounded: bool, capacity: float, device: torch.device) -> None:
         self.is_bounded = is_bounded
         self.capacity = capacity
-        self._is_repeated = False
+        self._is_exact = True
+        self._can_repeat = False
         self._last_overflow: int | None = None
         self._excess = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -69,18 +71,26 @@ class RowExchange:
 
     def buffer_size(self, num_rows: int, num_ranks: int) -> int:
         """Return the rows of a buffer if a rank has `num_rows`; 0: the exchange is exact."""
-        if not self.is_bounded or self._is_repeated or not torch.is_grad_enabled():
+        if not self.is_bounded or self._is_exact or not torch.is_grad_enabled():
             return 0
         return max(1, int(self.padding(num_ranks) * num_rows / num_ranks))
+
+    def start_bounding(self) -> None:
+        """Use bounded buffers: the caller runs steps with an overflow again."""
+        self._can_repeat, self._is_exact = True, False
+
+    def run_next_exactly(self) -> None:
+        """Let the next step, which runs again, have no overflow."""
+        self._is_exact = True
 
     def take_overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
         """Return by how much the fullest buffer of this step was too small; 0 if all were not.
 
-        0-dim, in even shares; None if the exchange is exact. Call it once after the backward of
-        each step: it ends a repeated step, and the next one counts from 0. A collective, which does
-        not wait for the device.
+        0-dim, in even shares; None if no exchange is bounded. Call it once after the backward of
+        each step: the overflow of the next one is counted from 0, and it is exact only after
+        `run_next_exactly`. A collective, which does not wait for the device.
         """
-        self._is_repeated = False
+        self._is_exact = not self._can_repeat
         if not self.is_bounded:
             return None
         excess = self._excess.clone()
@@ -89,14 +99,12 @@ class RowExchange:
             dist.all_reduce(excess, dist.ReduceOp.MAX, group=all_ranks)
         return excess
 
-    def repeat(self, step: int, overflow: float) -> str:
-        """Let the next step, which has lost rows, run with the exact exchange; return a log line."""
-        self._is_repeated = True
+    def note_overflow(self, step: int, overflow: float) -> str:
+        """Enlarge the buffers if overflows are frequent; return a log line. On all ranks."""
         needed = self.capacity + overflow
         line = (
             f"Step {step} sent {needed:.2f} times an even share of rows to the experts of one rank, "
-            f"and buffers hold {self.capacity:.2f} times. Its update was not made, and the step runs "
-            "again with the exact exchange"
+            f"and buffers hold {self.capacity:.2f} times. Its update was not made"
         )
         last, self._last_overflow = self._last_overflow, step
         if last is not None and step - last < self.STEPS_BETWEEN_OVERFLOWS:
@@ -120,7 +128,8 @@ def exchange_with_owners(experts: Any, group: ProcessGroup, exchange: RowExchang
     def find_routes_and_count(expert_ids: Tensor, weights: Tensor) -> Any:
         routes = find_routes(expert_ids, weights)
         routes = routes._replace(sent_counts=_count(routes.ends, num_ranks))
-        if size := exchange.buffer_size(routes.slot_of_row.shape[0], num_ranks):
+        size = exchange.buffer_size(routes.slot_of_row.shape[0], num_ranks)
+        if size and weights.requires_grad:  # else no backward would record an overflow
             routes, excess = fill_buffers(routes, num_ranks, size)
             routes = routes._replace(weights=note_excess(routes.weights, excess, experts.excess))
         return routes._replace(received_counts=start_exchange(routes.sent_counts, group))

@@ -178,8 +178,9 @@ def _update_all(
     for live, grad, place in shards:
         weight = live["weight"]
         dtype = torch.promote_types(weight.dtype, torch.float32)
+        grad = grad.to(dtype)
         if divisor is not None:
-            grad = grad / divisor.to(grad.dtype)
+            grad = grad / divisor
         state = {"step": live["step"].to(dtype)}
         for name in state_names:
             stored = live[name] if name in live else coder.decode(name, live)
@@ -187,7 +188,7 @@ def _update_all(
         old = weight.to(dtype)
         if "compensation" in live:
             old = old + live["compensation"]
-        new = update(old, grad.to(dtype), state, settings)
+        new = update(old, grad, state, settings)
         if "compensation" in live:
             assign(live["compensation"], new - new.to(weight.dtype), skip)
         values = {"weight": new}

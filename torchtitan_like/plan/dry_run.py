@@ -132,6 +132,7 @@ def _record_steps(run: Run, world: World, recorder: Recorder, num_steps: int) ->
             optim = build_optimization(run, model.parts, world, seed=0)
         gate = build_update_gate(config.resilience, optim, 0, {})
         gate.start_holding()
+        model.exchange.start_bounding()
     recorder.recording.mark("optimizer")
     recording = recorder.recording
     runner = StepRunner(

@@ -204,7 +204,7 @@ class UpdateGate(Generic[Progress]):
     ) -> None:
         """Hold updates from this step on if its norm is too high, or `overflow` is above 0.
 
-        The norm of the step after `release` is accepted.
+        The norm of a step that runs again is accepted if it was too high before.
         """
         self._norm = norm
         if self._holds_norms:
@@ -242,9 +242,9 @@ class UpdateGate(Generic[Progress]):
         return self._can_hold and self._history[-1].is_held
 
     def release(self) -> HeldStep | None:
-        """Forget the held steps, and accept the norm of the next one. Waits for the device.
+        """Forget the held steps, and accept the norm of the next one if that of the first was too high.
 
-        Returns the first held step; None if updates are not held.
+        Returns the first held step; None if updates are not held. Waits for the device.
         """
         if not self.is_held():
             return None
@@ -255,9 +255,12 @@ class UpdateGate(Generic[Progress]):
             self._norms.forget(len(steps) - len(good))
         self._history = deque(good, maxlen=HISTORY)
         self._is_held = torch.zeros_like(self._is_held)
-        self._accepts_next = True
-        values = float(first.norm), float(first.limit), float(first.overflow)
-        return HeldStep(good[-1].progress, *values)
+        held = HeldStep(
+            good[-1].progress, float(first.norm), float(first.limit), float(first.overflow)
+        )
+        # The norm of a step that was not computed completely says nothing of the next one.
+        self._accepts_next = held.overflow == 0
+        return held
 
     def last_good_progress(self) -> Progress | None:
         """Return the progress before updates were frozen, or None. Waits for the device."""

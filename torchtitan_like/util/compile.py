@@ -28,12 +28,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Part of the key of compiled graphs on disk: those without barriers are not used.
 _CACHE_TAG = "barrier-before-load"
+MAX_GRAPHS = 64  # of a compiled function
 
 
 def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Return `torch.compile(function, **options)`. On a GPU its kernels have the missing barriers."""
+    """Return `torch.compile(function, **options)`. On a GPU its kernels have the missing barriers.
+
+    A function may have `MAX_GRAPHS` graphs. Beyond 8, torch's default, compiled blocks would end the
+    run and optimizers would run unfused: one is made for each capacity of bounded buffers, and for
+    each group and block of parameters.
+    """
     if torch.accelerator.is_available():
         _add_barriers()
+    config: Any = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, MAX_GRAPHS)
     return torch.compile(function, **options)
 
 
@@ -64,6 +72,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _are_on_gpu(args: tuple[Any, ...]) -> bool:
     """Return True if all tensors among `args` are plain ones on a GPU."""
+    if not torch.cuda.is_initialized():
+        return False  # without a look at every tensor
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.is_cuda for tensor in tensors)
 

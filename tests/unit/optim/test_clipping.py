@@ -51,6 +51,15 @@ def test_the_norm_of_finite_gradients_does_not_overflow(dtype, size):
     assert [p.grad.double().unique().item() for p in large] == pytest.approx([1, 1], rel=1e-2)
 
 
+def test_bfloat16_gradients_are_rounded_once():
+    """1.0038 is 1 in bfloat16, so that nothing would be clipped."""
+    values = torch.linspace(0.5, 2.0, 1000).bfloat16()
+    (clipped,) = parameters(values)
+    divide_gradients([clipped], torch.tensor(1.0038))
+    assert torch.equal(clipped.grad, (values.float() / torch.tensor(1.0038)).bfloat16())
+    assert not torch.equal(clipped.grad, values)
+
+
 def test_a_divisor_beyond_float32_makes_gradients_zero():
     large = parameters(torch.full((36,), 1e38))
     assert clip(large, 1.0).item() == pytest.approx(6e38)

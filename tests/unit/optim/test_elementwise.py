@@ -43,6 +43,19 @@ def flat(named):
     return torch.cat([p.detach().flatten() for p in named.values()])
 
 
+def test_bfloat16_gradients_are_divided_in_float32():
+    """The states show it: 1.0038 is 1 in bfloat16."""
+    named = parameters(torch.bfloat16)
+    optimizer = build(named, name="AdamW", bf16_rounding="kahan", state_dtype="float32")
+    set_gradients(named, 0)
+    (own,) = (part for part in optimizer._optimizers if hasattr(part, "gated_step"))
+    own.grad_scale = torch.tensor(1.0038)
+    optimizer.step(KEEP)
+    for p in named.values():
+        expected = (1 - 0.9) * p.grad.float() / torch.tensor(1.0038)
+        torch.testing.assert_close(own.state[p]["exp_avg"], expected, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_own_adam_equals_torchs(name):
     own, expected = parameters(torch.float64), parameters(torch.float64)

@@ -171,6 +171,17 @@ def test_an_overflow_holds_updates_even_after_release(holds_norms: bool) -> None
     assert gate.state_dict()["nonfinite_in_a_row"] == 0
 
 
+def test_the_norm_of_a_step_that_runs_again_after_an_overflow_is_checked() -> None:
+    gate = holding_gate([1.0] * 20)
+    gate.gate(torch.tensor(1.0), overflow=torch.tensor(0.5))
+    gate.record(1)
+    assert gate.release() is not None
+    for decision in (1, 0):  # its first complete norm is too high, its second one is accepted
+        assert gate.gate(torch.tensor(1e6), overflow=torch.tensor(0.0)) == decision
+        gate.record(1)
+        assert (gate.release() is not None) == bool(decision)
+
+
 @pytest.mark.parametrize("num_before", [3, 8, 13])
 def test_norms_after_the_last_good_step_are_not_saved(num_before: int) -> None:
     """The host detects frozen updates two steps late; the state must be from the last good step."""

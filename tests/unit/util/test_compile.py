@@ -42,6 +42,15 @@ def test_inductor_has_what_the_barrier_needs():
     assert isinstance(torch.compiler.config.cache_key_tag, str)
 
 
+def test_a_function_may_have_many_graphs():
+    """Blocks are compiled for each capacity of bounded buffers, without a break in their graphs."""
+    torch._dynamo.reset()
+    scale = subject.compile_function(lambda x, by: x * by, backend="eager", fullgraph=True)
+    with torch._dynamo.config.patch(specialize_float=True):
+        for number in range(10):
+            assert scale(torch.ones(()), 1.0 + number / 2) == 1.0 + number / 2
+
+
 @pytest.fixture
 def compilations(monkeypatch):
     """Let CPU tensors stand for those on a GPU; return a counter of compiled graphs."""

@@ -206,6 +206,17 @@ RESILIENCE_RULES: tuple[Rule[RunContext], ...] = (
         (EARLY_STEP,),
     ),
     Rule(
+        "bounded-exchange-debug",
+        "parallelism.expert_parallel_exchange",
+        lambda run: (
+            (run.config.debug.deterministic or run.config.debug.detect_overflow)
+            and run.config.parallelism.expert_parallel_exchange == "bounded"
+        ),
+        '"exact" with debug.deterministic or debug.detect_overflow: sums may depend on the size of '
+        "buffers, which grow, and a buffer may contain NaN until its rows have arrived",
+        'set expert_parallel_exchange = "auto"',
+    ),
+    Rule(
         "gradient-check-early-step",
         "resilience.verify_gradients_freq",
         lambda run: (
