@@ -5,6 +5,7 @@ from __future__ import annotations
 import locale
 import logging
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,18 @@ def _restored_root_logger() -> Iterator[None]:
     root.setLevel(level)
     for handler in set(root.handlers).difference(handlers):
         root.removeHandler(handler)
+
+
+@pytest.fixture(autouse=True)
+def _restored_signals() -> Iterator[None]:
+    """The launcher ends with signals ignored, which child processes of later tests would inherit."""
+    handlers = {
+        signum: signal.getsignal(signum)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
+    yield
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 @pytest.fixture
