@@ -26,7 +26,6 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -38,12 +37,11 @@ from torchtitan_like.bench.results import (
     step_seconds_so_far,
     write_csv,
 )
+from torchtitan_like.bench.run_list import is_done
 from torchtitan_like.report.history import read_histories
-from torchtitan_like.util.exit_codes import ExitCode
 from torchtitan_like.util.files import write_atomically
 from torchtitan_like.util.jsonl import read_rows as read_json_lines
 from torchtitan_like.util.pictures import PALETTE, picture
-from torchtitan_like.util.run_directory import read_exit
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = ROOT / "torchtitan_like/train_configs/recipes"
@@ -162,13 +160,6 @@ def read_rows(recipe: str, folder: Path) -> tuple[list[Row], list[Row]]:
                 }
             )
     return curve, results
-
-
-def is_done(run_folder: Path) -> bool:
-    """Return True if a run has ended as planned."""
-    with suppress(OSError, ValueError):
-        return read_exit(run_folder).code == ExitCode.DONE
-    return False
 
 
 def step_seconds(run_folder: Path, last_step: int | None = None) -> float:

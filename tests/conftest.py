@@ -91,7 +91,7 @@ def _restored_root_logger() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _restored_signals() -> Iterator[None]:
-    """The launcher ends with signals ignored, which child processes of later tests would inherit."""
+    """The launcher ends with signals ignored. Child processes of later tests would inherit it."""
     handlers = {
         signum: signal.getsignal(signum)
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

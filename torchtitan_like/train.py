@@ -360,7 +360,7 @@ class Trainer:
     def _forget_held(self, consequence: str) -> HeldStep | None:
         """Return to the progress before the first held step, and return that step.
 
-        None if updates are not held. Waits for the device. consequence: what the log line announces.
+        None if updates are not held. Waits for the device. consequence: the end of the log line.
         """
         held = self.guard.update_gate.release()
         if held is not None:

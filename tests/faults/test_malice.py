@@ -117,8 +117,8 @@ def test_no_command_executes_a_payload(
     marker = tmp_path / "marker"
     write_module(marker)
     path = LOCATIONS[location](tmp_path / "evil", PAYLOADS[payload](marker))
-    # torch omits "builtins.". A `.metadata` may refer to getattr, which nothing calls: the name that
-    # follows it in this payload is refused.
+    # torch omits "builtins.". A `.metadata` may refer to getattr, which is not called: the name
+    # after it in this payload is refused.
     refused = {"builtins.getattr": "(getattr|import_module)"}.get(payload, payload.split(".")[-1])
     request = rf"it refers to (\S+\.)?{refused}, which"
     errors = []

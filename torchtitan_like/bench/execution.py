@@ -18,7 +18,7 @@ from torchtitan_like.launcher.launch import launch
 from torchtitan_like.launcher.local_devices import inspect_machine
 from torchtitan_like.launcher.options import read_options
 from torchtitan_like.plan.gpus import Gpu, load_gpu
-from torchtitan_like.report.state import numbers_of_ranks, stop_cause
+from torchtitan_like.report.state import newest_stop, numbers_of_ranks
 from torchtitan_like.util.exit_codes import LAUNCHER_SIGNALS, ExitCode
 from torchtitan_like.util.output import ProgressLine, show, show_error
 from torchtitan_like.util.plan_file import (
@@ -30,9 +30,10 @@ from torchtitan_like.util.plan_file import (
     write_plan,
 )
 
-# Ends of a run that end the bench too (Ctrl-C, SIGTERM, a deadline), and causes that do not.
+# Ends of a run that end the bench too: Ctrl-C, SIGTERM, a deadline.
 ENDS_OF_BENCH = (ExitCode.INTERRUPTED, ExitCode.REQUEUE)
-ENDS_OF_RUN = ("kill", "host_memory", "gpu_memory")
+# Causes of stop events with these codes that end only one run: `titan run stop`, low memory.
+CAUSES_OF_ONE_RUN = ("kill", "host_memory", "gpu_memory")
 
 
 class Ranks(NamedTuple):
@@ -48,7 +49,8 @@ class Experiment:
     """The arguments that `titan bench` and `titan ladder` share.
 
     settings: the config file and settings of all runs. nproc: ranks of a run, as the launcher reads
-    it. gpu: name of the GPU to plan for; None: no plans. array_index: the only run to start; None: all.
+    it. gpu: name of the GPU to plan for; None: no plans. array_index: the only run to start; None:
+    all.
     """
 
     settings: list[str]
@@ -81,9 +83,10 @@ class Experiment:
         for run in runs:
             others = numbers_of_ranks(run.folder) - {num_ranks}
             if others:
+                before = min(others)
                 raise ValueError(
-                    f"{run.folder} ran on {min(others)} ranks, now there are {num_ranks}. Expected the "
-                    f"same number for all runs: give --nproc {min(others)}, or choose another folder"
+                    f"{run.folder} ran on {before} ranks, now there are {num_ranks}. Expected the "
+                    f"same number for all runs: give --nproc {before}, or choose another folder"
                 )
         if self.array_index is None:
             return list(runs)
@@ -135,9 +138,10 @@ def run_all(
 ) -> tuple[dict[int, int], bool]:
     """Run what is not done. Returns the exit code of each run that was started, by its index.
 
-    num_runs: of the whole bench. options: see `launch`. title: "bench" or "ladder". The second value
-    is True if it was stopped: started again, it continues the last run. A failed run does not end
-    it, nor does one that was stopped alone (`titan run stop`) or for which memory ran low.
+    num_runs: of the whole bench. options: see `launch`. title: "bench" or "ladder".
+    The second value is True if it was stopped: started again, it continues the last run. A failed
+    run does not end it, nor does one that was stopped alone (`titan run stop`) or for which memory
+    ran low.
     """
     waiting = [run for run in runs if not run.is_done]
     total = sum(run.config.training.steps for run in waiting)
@@ -154,10 +158,16 @@ def run_all(
             codes[run.index] = launch(options, run.argv, run.argv)
         num_steps += run.config.training.steps
         progress(title, num_steps, total, time.monotonic() - started)
-        if codes[run.index] in ENDS_OF_BENCH and stop_cause(run.folder, begun) not in ENDS_OF_RUN:
+        if codes[run.index] in ENDS_OF_BENCH and not _ended_alone(run, begun):
             show_error(f"The {title} stopped in {run.name}. The same command continues it.")
             return codes, True
     return codes, False
+
+
+def _ended_alone(run: BenchRun, begun: float) -> bool:
+    """Return True if only this run was stopped. begun: Unix time at which it was started."""
+    stop = newest_stop(run.folder)
+    return stop.get("time", 0.0) >= begun and stop.get("cause") in CAUSES_OF_ONE_RUN
 
 
 @contextmanager

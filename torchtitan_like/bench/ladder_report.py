@@ -57,8 +57,8 @@ class Findings:
         if self.law is None:
             num_done = len({point.rung.name for point in self.points})
             yield (
-                f"No law: {num_done} rungs have trained all their tokens, which are too few. The same "
-                "command runs those that are not done"
+                f"No law: {num_done} rungs have trained all their tokens, which are too few. The "
+                "same command runs those that are not done"
             )
             return
         error = 100 * math.sqrt(np.mean(self.law.errors**2))
@@ -106,9 +106,7 @@ def write_report(
     points = [
         Point(by_name[row["variant"]], row[loss_key])
         for row in rows
-        if row["state"] == DONE
-        and not row["cause"]  # it has trained all its tokens
-        and math.isfinite(row.get(loss_key) or math.nan)
+        if _is_complete(row) and math.isfinite(row.get(loss_key) or math.nan)
     ]
     findings = find(loss_name, points, rungs, targets)
     rows = [_with_rung(by_name[row["variant"]], row, loss_key, findings.law) for row in rows]
@@ -145,6 +143,11 @@ def find(
 def num_inputs(num_ratios: int) -> int:
     """Return the inputs of the law: N, and D if it is not proportional to N."""
     return min(2, num_ratios)
+
+
+def _is_complete(row: Row) -> bool:
+    """Return True if a run has trained all its tokens. Its data may have ended before."""
+    return row["state"] == DONE and not row["cause"]
 
 
 def _fit(points: Sequence[Point], number: int) -> ScalingLaw | None:
@@ -204,7 +207,7 @@ def _table_of(rungs: Sequence[Rung], rows: Sequence[Row], note: str) -> Table:
     lines = []
     for rung in rungs:
         repeats = [row for row in rows if row["variant"] == rung.name]
-        done = [row for row in repeats if row["state"] == DONE and not row["cause"]]
+        done = [row for row in repeats if _is_complete(row)]
         losses = [row["law_loss"] for row in done if row["law_loss"] is not None]
         fitted = repeats[0]["fitted_loss"]
         line = [rung.name, f"{rung.num_params:,}", f"{rung.tokens:,}", f"{rung.flops:.3g}"]

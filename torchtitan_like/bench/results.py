@@ -259,7 +259,7 @@ def table_of(rows: Sequence[Row], keys: Sequence[str]) -> Table:
     for variant in dict.fromkeys(row["variant"] for row in rows):
         repeats = [row for row in rows if row["variant"] == variant]
         spreads = intervals(rows, variant)
-        change = difference(*(values_by_seed(rows, name, loss) for name in (variant, base)))
+        change = difference(values_by_seed(rows, variant, loss), values_by_seed(rows, base, loss))
         line = [variant, *(str(repeats[0][key]) for key in keys), describe_states(repeats)]
         line += [str(spreads.get(measure, "–")) for measure in MEASURES]
         line.append("–" if variant == base or change is None else f"{change}")
@@ -279,15 +279,15 @@ def describe_states(repeats: Sequence[Row]) -> str:
 
 def _note(rows: Sequence[Row]) -> str:
     note = (
-        f"{FORMULA}. Medians over log steps; memory is the largest of rank 0. The difference is the "
-        "mean over pairs of runs with the same seed."
+        f"{FORMULA}. Medians over log steps; memory is the largest of rank 0. The difference is "
+        "the mean over pairs of runs with the same seed."
     )
-    for position, text in (("equal_tokens", "{:,.0f} tokens"), ("equal_seconds", "{:.1f} s")):
-        for value in [row[position] for row in rows if position in row][:1]:
-            note += (
-                f" {text.format(value)}: the end of the shortest run, where losses are compared."
-            )
-    return note
+    compared: Row = next((row for row in rows if "equal_tokens" in row), {})
+    if "equal_tokens" in compared:
+        note += f" Losses at equal tokens are at {compared['equal_tokens']:,.0f} tokens."
+    if "equal_seconds" in compared:
+        note += f" Losses at equal time are at {compared['equal_seconds']:.1f} s of steps."
+    return f"{note} Both are the end of the shortest run." if compared else note
 
 
 def _text(value: float | None) -> str:

@@ -64,9 +64,14 @@ class BenchRun:
     @cached_property
     def is_done(self) -> bool:
         """True if the run had trained its last step, or all data, when this was first asked."""
-        with suppress(OSError, ValueError):
-            return read_exit(self.folder).code == ExitCode.DONE
-        return False
+        return is_done(self.folder)
+
+
+def is_done(run: Path) -> bool:
+    """Return True if a run has trained its last step, or all data."""
+    with suppress(OSError, ValueError):
+        return read_exit(run).code == ExitCode.DONE
+    return False
 
 
 def parse_vary(text: str) -> Vary:

@@ -161,7 +161,7 @@ GLOBALS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): _StandIn,
-    # Early releases of Python 3.11 pickle an enum as getattr(class, name), which nothing calls here.
+    # Early releases of Python 3.11 pickle an enum as getattr(class, name). It is not called here.
     ("builtins", "getattr"): _StandIn,
     ("__builtin__", "getattr"): _StandIn,  # in a pickle of protocol 2
 }

@@ -209,7 +209,7 @@ def run_bench(arguments: argparse.Namespace) -> int:
     from torchtitan_like.launcher.options import LaunchError
 
     bench = execution.Bench(
-        **_experiment(arguments),
+        **_experiment(arguments, starts_runs=not arguments.collect),
         vary=arguments.vary,
         is_grid=arguments.grid,
     )
@@ -220,10 +220,9 @@ def run_bench(arguments: argparse.Namespace) -> int:
         return os.EX_CONFIG if isinstance(error, ConfigError) else WRONG_INPUT
 
 
-def _experiment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `execution.Experiment`."""
+def _experiment(arguments: argparse.Namespace, *, starts_runs: bool) -> dict[str, Any]:
+    """Return the fields of `execution.Experiment`. starts_runs: False if none is to be trained."""
     index = arguments.array_index
-    starts_runs = not (arguments.collect or getattr(arguments, "dry_run", False))
     if index is None and starts_runs and os.environ.get("SLURM_ARRAY_TASK_ID"):
         index = int(os.environ["SLURM_ARRAY_TASK_ID"])
     return {
@@ -314,7 +313,7 @@ def run_ladder(arguments: argparse.Namespace) -> int:
             check_picture(arguments.svg)
         return ladder.run_ladder(
             ladder.Ladder(
-                **_experiment(arguments),
+                **_experiment(arguments, starts_runs=not (arguments.collect or arguments.dry_run)),
                 num_rungs=arguments.rungs,
                 factor=arguments.factor,
                 ratios=arguments.tokens_per_param,

@@ -87,8 +87,8 @@ class JobConfig(Section):
         if self.parallelism.expert_parallel_exchange != "auto":
             return self.parallelism.expert_parallel_exchange == "bounded"
         # An optimizer in backward cannot take a step back. The order of sums in a kernel may depend
-        # on the size of the buffers, which grow. The check for NaN would read buffers that are still
-        # being filled.
+        # on the size of the buffers, which grow. The detection of overflows would read buffers
+        # whose rows have not arrived.
         return not (
             is_on_cpu
             or self.optimizer.early_step_in_backward

@@ -695,8 +695,8 @@ class Validation(Section):
     )
     reference_curve: HomePath | None = field(
         None,
-        "CSV file (seed, tokens, bits_per_byte) to compare the first validation dataset with in the "
-        "log. A relative path starts in the current directory, or else in the package's "
+        "CSV file (seed, tokens, bits_per_byte) to compare the first validation dataset with in "
+        "the log. A relative path starts in the current directory, or else in the package's "
         "train_configs.",
     )
     dataloader: DataLoader = field(DataLoader(), "Worker processes of the validation dataset.")

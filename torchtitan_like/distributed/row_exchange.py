@@ -54,8 +54,8 @@ class RowExchange:
     def __init__(self, is_bounded: bool, capacity: float, device: torch.device) -> None:
         self.is_bounded = is_bounded
         self.capacity = capacity
-        self._is_exact = True
-        self._can_repeat = False
+        self._repeats_steps = False
+        self._is_repeated = False
         self._last_overflow: int | None = None
         self._excess = torch.zeros((), dtype=torch.float32, device=device)
 
@@ -71,26 +71,27 @@ class RowExchange:
 
     def buffer_size(self, num_rows: int, num_ranks: int) -> int:
         """Return the rows of a buffer if a rank has `num_rows`; 0: the exchange is exact."""
-        if not self.is_bounded or self._is_exact or not torch.is_grad_enabled():
+        is_training = self._repeats_steps and torch.is_grad_enabled()
+        if not (self.is_bounded and is_training) or self._is_repeated:
             return 0
         return max(1, int(self.padding(num_ranks) * num_rows / num_ranks))
 
     def start_bounding(self) -> None:
         """Use bounded buffers: the caller runs steps with an overflow again."""
-        self._can_repeat, self._is_exact = True, False
+        self._repeats_steps = True
 
     def run_next_exactly(self) -> None:
-        """Let the next step, which runs again, have no overflow."""
-        self._is_exact = True
+        """Use the exact exchange for the next step, which runs again."""
+        self._is_repeated = True
 
     def take_overflow(self, all_ranks: ProcessGroup | None) -> Tensor | None:
         """Return by how much the fullest buffer of this step was too small; 0 if all were not.
 
         0-dim, in even shares; None if no exchange is bounded. Call it once after the backward of
-        each step: the overflow of the next one is counted from 0, and it is exact only after
-        `run_next_exactly`. A collective, which does not wait for the device.
+        each step: the next one starts without an overflow, and may be bounded again. A collective,
+        which does not wait for the device.
         """
-        self._is_exact = not self._can_repeat
+        self._is_repeated = False
         if not self.is_bounded:
             return None
         excess = self._excess.clone()

@@ -193,21 +193,17 @@ def _cause(run: Path, end: RunEnd) -> str:
     """Return a text with the cause in the event of this end; "" if the reason is the cause."""
     if end.code == ExitCode.BAD_NUMBERS:
         return ": the next step has a non-finite loss or gradient"
-    cause = stop_cause(run, code=end.code)
-    return "" if cause in ("", end.reason, "last_step") else f": {cause.replace('_', ' ')}"
+    stop = newest_stop(run)
+    cause = stop.get("cause") if stop.get("code") == end.code else None
+    if not isinstance(cause, str) or cause in (end.reason, "last_step"):
+        return ""
+    return f": {cause.replace('_', ' ')}"
 
 
-def stop_cause(run: Path, since: float = 0.0, code: int | None = None) -> str:
-    """Return the cause in the newest stop event; "" if it is older or has another code.
-
-    since: Unix time. code: an exit code; None: any.
-    """
+def newest_stop(run: Path) -> Row:
+    """Return the newest stop event of a run; empty if there is none."""
     events, _ = newest_events(run)
-    for event in reversed(events):
-        if event["event"] == "stop":
-            is_of_end = event["time"] >= since and code in (None, event.get("code"))
-            return str(event.get("cause", "")) if is_of_end else ""
-    return ""
+    return next((event for event in reversed(events) if event["event"] == "stop"), {})
 
 
 def numbers_of_ranks(run: Path) -> set[int]:

@@ -242,9 +242,9 @@ class UpdateGate(Generic[Progress]):
         return self._can_hold and self._history[-1].is_held
 
     def release(self) -> HeldStep | None:
-        """Forget the held steps, and accept the norm of the next one if that of the first was too high.
+        """Forget the held steps, and return the first one; None if updates are not held.
 
-        Returns the first held step; None if updates are not held. Waits for the device.
+        If its norm was too high, that of the next step is accepted. Waits for the device.
         """
         if not self.is_held():
             return None

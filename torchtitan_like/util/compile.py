@@ -34,9 +34,9 @@ MAX_GRAPHS = 64  # of a compiled function
 def compile_function(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """Return `torch.compile(function, **options)`. On a GPU its kernels have the missing barriers.
 
-    A function may have `MAX_GRAPHS` graphs. Beyond 8, torch's default, compiled blocks would end the
-    run and optimizers would run unfused: one is made for each capacity of bounded buffers, and for
-    each group and block of parameters.
+    A function may have `MAX_GRAPHS` graphs. A block of the model has one for each capacity of
+    bounded buffers, and ends the run beyond the limit. The update of an optimizer has one for each
+    group and block of parameters, and runs unfused beyond it. torch's default, 8, is too small.
     """
     if torch.accelerator.is_available():
         _add_barriers()

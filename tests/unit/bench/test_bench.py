@@ -31,6 +31,7 @@ from torchtitan_like.config import ConfigError, JobConfig
 from torchtitan_like.report.history import build_history
 from torchtitan_like.report.page import render_page
 from torchtitan_like.report.recorded import read_run
+from torchtitan_like.resilience.agreement import Request
 from torchtitan_like.util.exit_codes import LAUNCHER_SIGNALS, ExitCode
 from torchtitan_like.util.run_directory import RunEnd, write_exit
 
@@ -45,7 +46,7 @@ from torchtitan_like.util.run_directory import RunEnd, write_exit
         ("--training.steps=4,8", "training.steps", ["4", "8"]),
         ("model.converters=;quantize.linear.float8,x", "model.converters", ["", "quantize.linear.float8,x"]),
         ("data.web.path=a=b,c", "data.web.path", ["a=b", "c"]),
-        ("training.batch_ramp=[2, 2, 8],[4, 4, 8]", "training.batch_ramp", ["[2, 2, 8]", "[4, 4, 8]"]),
+        ("training.batch_ramp=[2,2,8],[4,4,8]", "training.batch_ramp", ["[2,2,8]", "[4,4,8]"]),
     ],
 )  # fmt: skip
 def test_values_of_a_setting_are_parsed(text: str, key: str, values: list[str]) -> None:
@@ -199,17 +200,23 @@ def test_a_bench_continues_after_a_failed_run_and_ends_after_ctrl_c(
 
 @pytest.mark.parametrize(
     ("code", "cause", "is_stopped"),
-    [(130, "kill", False), (130, "interrupt", True), (75, "host_memory", False), (75, "deadline", True)],
-)  # fmt: skip
+    [
+        (130, Request.KILL, False),
+        (130, Request.INTERRUPT, True),
+        (75, Request.HOST_MEMORY, False),
+        (75, Request.GPU_MEMORY, False),
+        (75, Request.DEADLINE, True),
+    ],
+)
 def test_a_run_that_ends_alone_does_not_end_the_bench(
-    code: int, cause: str, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: int, cause: Request, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[str] = []
     end = launch_returning({"base,seed=42": code}, started)
 
     def launch(options: object, argv: Sequence[str], words: object) -> int:
         folder = Path(argv[-1].partition("=")[2])
-        write_rows(folder / "events.jsonl", [event("stop", time.time(), cause=cause)])
+        write_rows(folder / "events.jsonl", [event("stop", time.time(), cause=cause.name.lower())])
         return end(options, argv, words)
 
     monkeypatch.setattr(execution, "launch", launch)

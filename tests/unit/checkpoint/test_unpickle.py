@@ -82,7 +82,7 @@ def test_metadata_is_read_as_by_torch(protocol: int) -> None:
 
 
 class EarlyPickler(pickle.Pickler):
-    """Writes an enum as Python 3.11.0 to 3.11.3 does, by its name."""
+    """Writes an enum by its name, as Python 3.11.2 does."""
 
     def reducer_override(self, value: object) -> Any:
         return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
